@@ -6,7 +6,7 @@ AsyncRLError
 ├── ConfigError (also ValueError)   a setting, model or dataset that cannot work
 │   └── RunDirInUse                 another run is using the run's directory
 ├── OnPolicyViolation               the batch's on-policy proof fails: no optimizer step is taken
-├── NonFiniteGradient               the gradient is infinite or NaN, once or too often (train.on_nonfinite)
+├── NonFiniteGradient               the gradient is infinite or NaN, too often in a row
 ├── InstanceError                   one inference instance failed a call
 │   ├── InstanceUnreachable         no response in time
 │   │   ├── ConnectionLost          no connection, or it was lost
@@ -72,7 +72,7 @@ class OnPolicyViolation(AsyncRLError):
 
 
 class NonFiniteGradient(AsyncRLError):
-    """The gradient is infinite or NaN and `train.on_nonfinite` ends the run; no optimizer step was taken with it."""
+    """The gradient is infinite or NaN, as in the steps before; no optimizer step was taken with it."""
 
     may_pass = False
 

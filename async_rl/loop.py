@@ -51,7 +51,7 @@ class Trainer(Protocol):
     def optimizer_step(self) -> StepStats:
         """Divides the summed gradients once, by the count accumulated in the batch; clips; steps.
 
-        A gradient that is not finite causes no step: the stats report it, or the run ends (`train.on_nonfinite`).
+        A gradient that is not finite causes no step: the stats report it.
         """
         ...
 

@@ -37,7 +37,7 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.publish.publisher import Publisher
 from async_rl.weights.sender import WeightSender, WeightSource
 from async_rl.weights.store import StoreServer, join_rendezvous
-from async_rl.weights.stream import TensorSpec, WeightGroup
+from async_rl.weights.stream import BUCKET_BYTES, TensorSpec, WeightGroup
 from benchmarks.common.random_model import save_random_qwen3
 from benchmarks.common.running_instance import running_instance
 
@@ -146,7 +146,7 @@ def measure(urls: Sequence[str], stream: Stream, repeats: int, say: Say) -> dict
         sender = WeightSender(WeightSource(specs, lambda: iter(stream)), config, "benchmark")
         closing.callback(sender.close)
         publisher = Publisher(pool, loop, config, sender, wait_s=TIMEOUT_S)
-        bare = BareBroadcast(len(urls), num_bytes, config.bucket_bytes)
+        bare = BareBroadcast(len(urls), num_bytes, BUCKET_BYTES)
         closing.callback(bare.close)
         # The first one of each also forms its group and touches its memory for the first time.
         for number in range(-1, repeats):

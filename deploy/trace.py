@@ -60,7 +60,7 @@ def trace_of(run_dir: Path, num_periods: int) -> str:
 
 def _is_timed(record: Record) -> bool:
     """Whether a record of `metrics.jsonl` or `evaluations.jsonl` has its times, as numbers."""
-    times = (record.get("seconds"), record.get("started_unix_s", 0.0))
+    times = (record.get("seconds"), record.get("started_unix_s"))
     spans = record.get("spans", [])
     is_whole = has_iteration(record) and all(number_of(time) is not None for time in times)
     return is_whole and isinstance(spans, list) and all(map(_is_span, spans))
@@ -97,7 +97,8 @@ def make_trace(records: Sequence[Record], groups: Iterable[Record], evaluations:
         groups: rows of `timeline.jsonl`; those of other iterations are left out.
         evaluations: records of `evaluations.jsonl`, the same.
     """
-    starts = _starts(records)
+    first_unix_s = records[0]["started_unix_s"]
+    starts = {each["iteration"]: each["started_unix_s"] - first_unix_s for each in records}
     of_iteration: dict[int, list[Record]] = {iteration: [] for iteration in starts}
     for group in groups:
         if group["iteration"] in of_iteration:
@@ -109,20 +110,9 @@ def make_trace(records: Sequence[Record], groups: Iterable[Record], evaluations:
     timed.sort(key=lambda each: each[0] + each[1]["started_s"])
     events += _of_instances(timed)
     events += _of_queue(timed)
-    events += _of_evaluations([each for each in evaluations if each["iteration"] in starts], records, starts)
+    events += _of_evaluations([each for each in evaluations if each["iteration"] in starts], first_unix_s)
     events.append(_named("process_name", TRAINER_PID, "trainer"))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _starts(records: Sequence[Record]) -> dict[int, float]:
-    """When each iteration began, in seconds since the first one; of older releases, without what was in between."""
-    if all("started_unix_s" in record for record in records):
-        return {each["iteration"]: each["started_unix_s"] - records[0]["started_unix_s"] for each in records}
-    starts, now_s = {}, 0.0
-    for record in records:
-        starts[record["iteration"]] = now_s
-        now_s += record["seconds"]
-    return starts
 
 
 def _windows_of(groups: Sequence[Record]) -> list[tuple[float, float, list[Record]]]:
@@ -211,17 +201,13 @@ def _of_queue(timed: Sequence[tuple[float, Record]]) -> Iterator[Event]:
         }
 
 
-def _of_evaluations(
-    evaluations: Sequence[Record], records: Sequence[Record], starts: Mapping[int, float]
-) -> Iterator[Event]:
-    first_unix_s = records[0].get("started_unix_s")
+def _of_evaluations(evaluations: Sequence[Record], first_unix_s: float) -> Iterator[Event]:
     rows = _Rows(EVALUATION_PID)
-    placed = [each for each in evaluations if first_unix_s is not None and "started_unix_s" in each]
-    for each in sorted(placed, key=lambda each: float(each["started_unix_s"])):
+    for each in sorted(evaluations, key=lambda each: float(each["started_unix_s"])):
         start_s = each["started_unix_s"] - first_unix_s
         args = {name: each.get(name) for name in ("iteration", "num_prompts", "total_prompts")}
         yield rows.bar(f"evaluation on {each['set']}", start_s, start_s + each["seconds"], **args)
-    if placed:
+    if evaluations:
         yield _named("process_name", EVALUATION_PID, "evaluation")
 
 

@@ -11,7 +11,7 @@ from trainer.loss_sums import sampled_logprobs
 
 
 def rollout_kl(
-    scored: Sequence[tuple[MicroBatch, torch.Tensor]], estimator: KLEstimator, clamp: float | None
+    scored: Sequence[tuple[MicroBatch, torch.Tensor]], estimator: KLEstimator
 ) -> dict[int, tuple[float, ...]]:
     """Each group's KL per rollout, summed over its sampled tokens, by the group's index; waits once for the device.
 
@@ -20,7 +20,7 @@ def rollout_kl(
     Args:
         scored: micro-batches of whole groups, with the reference's log-probs of their N sampled tokens.
     """
-    terms = [kl_terms(sampled_logprobs(batch, ref_N), ref_N, estimator, clamp) for batch, ref_N in scored]
+    terms = [kl_terms(sampled_logprobs(batch, ref_N), ref_N, estimator) for batch, ref_N in scored]
     found: dict[int, list[float]] = {}
     for (batch, _), terms_N in zip(scored, to_host(terms), strict=True):
         responses = [

@@ -196,7 +196,7 @@ class MegatronTrainer:
         A gradient that is not finite leaves weights, moments and old policy unchanged.
 
         Raises:
-            NonFiniteGradient: on all ranks, if `train.on_nonfinite` is "fail", or too many steps in a row were skipped.
+            NonFiniteGradient: on all ranks, if too many steps in a row were skipped.
         """
         own = [self._own_totals() if self._reports else {}, memory_peaks(self._parallel.device.DEVICE)]
         of_ranks = self._parallel.gather_json(own)
@@ -327,7 +327,7 @@ class MegatronTrainer:
             if logprobs
             for pair in zip(a_pass.micro_batches, logprobs, strict=True)
         ]
-        return rollout_kl(pairs, self._config.kl_estimator, self._config.kl_clamp)
+        return rollout_kl(pairs, self._config.kl_estimator)
 
     @property
     def _frozen(self) -> list[FrozenModel]:
@@ -357,7 +357,7 @@ class MegatronTrainer:
             counts = self.optimizer.counts
             log.error(
                 "step %d: the gradient norm is %s: NO STEP WAS TAKEN, the weights stay as they are (%d in a row, %d in "
-                "all; train.on_nonfinite = 'skip')",
+                "all)",
                 *(counts.all - 1, grad_norm, counts.skipped_in_a_row, counts.skipped),
             )
 

@@ -47,7 +47,7 @@ class AdvantageEstimation:
         is_last_N = _num_following(responses, num_tokens) == 0
         rewards_N = responses.per_token(responses.advantages_G, num_tokens) * is_last_N
         if ref_logprobs_N is not None and config.kl_in == "reward":
-            kl_N = kl_terms(logprobs_N, ref_logprobs_N, config.kl_estimator, config.kl_clamp)
+            kl_N = kl_terms(logprobs_N, ref_logprobs_N, config.kl_estimator)
             rewards_N = rewards_N - config.kl_coef * kl_N
         return rewards_N
 

@@ -29,21 +29,16 @@ def exp(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.where(beyond, tangent, exact)
 
 
-def kl_terms(
-    logprobs_N: torch.Tensor, other_logprobs_N: torch.Tensor, estimator: KLEstimator, clamp: float | None
-) -> torch.Tensor:
+def kl_terms(logprobs_N: torch.Tensor, other_logprobs_N: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
     """Estimates of KL(policy || other), a term per token sampled from the policy, [N] (Schulman 2020).
 
-    With d = other - logprob: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1. Terms are limited to [-clamp, clamp] if it is
-    given; a term beyond it has no gradient.
+    With d = other - logprob: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1.
 
     Source: http://joschu.net/blog/kl-approx.html
     """
     d_N = other_logprobs_N - logprobs_N
     if estimator == "k1":
-        terms_N = -d_N
-    elif estimator == "k2":
-        terms_N = d_N.square() / 2
-    else:
-        terms_N = exp(d_N) - d_N - 1
-    return terms_N if clamp is None else terms_N.clamp(-clamp, clamp)
+        return -d_N
+    if estimator == "k2":
+        return d_N.square() / 2
+    return exp(d_N) - d_N - 1

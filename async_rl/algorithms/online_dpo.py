@@ -53,5 +53,5 @@ class OnlineDPO(PolicyGradient):
         margins = distances_G.new_zeros(num_responses).index_add(0, responses.groups_G, signs_G * distances_G)
         is_pair = distances_G.new_zeros(num_responses).index_add(0, responses.groups_G, signs_G.abs()) > 0
         losses = -F.logsigmoid(self.options.beta * margins)
-        kl_N = kl_terms(tokens.logprobs_N, tokens.ref_logprobs_N, self.config.kl_estimator, self.config.kl_clamp)
+        kl_N = kl_terms(tokens.logprobs_N, tokens.ref_logprobs_N, self.config.kl_estimator)
         return LossSum(torch.where(is_pair, losses, 0.0).sum(), {"kl": kl_N.sum().detach()})

@@ -29,9 +29,9 @@ import torch
 from async_rl.algorithms.base import LossSum, Needs, Responses, Rollouts, Tokens, Totals
 from async_rl.algorithms.importance import ImportanceWeights
 from async_rl.algorithms.log_ratio import exp, kl_terms
-from async_rl.config.algorithm_options import NoOptions, read_options, refuse_unused
+from async_rl.config.algorithm_options import refuse_unused
 from async_rl.config.algorithm_section import AlgorithmSection, Normalize
-from async_rl.config.section import Section
+from async_rl.config.section import NoOptions, Section, read_options
 
 STD_EPS = 1e-6
 
@@ -56,7 +56,7 @@ class PolicyGradient:
         refuse_unused(config, self.UNUSED)
         self.config = config
         self.max_response_tokens = max_response_tokens
-        self.options = read_options(config, self.Options)
+        self.options = read_options("algorithm", config.name, config.options, self.Options)
         low, high = self.CLIP
         self.clip_low = low if config.clip_low is None else config.clip_low
         self.clip_high = high if config.clip_high is None else config.clip_high
@@ -108,13 +108,13 @@ class PolicyGradient:
         """What an over-long rollout and a KL in the reward cost, at most 0 for the former.
 
         Over-long shaping (DAPO, arXiv 2503.14476, eq. 13): with the limit L and `overlong_tokens` C, a rollout of n
-        tokens loses `overlong_penalty` * clamp((n - (L - C)) / C, 0, 1).
+        tokens loses clamp((n - (L - C)) / C, 0, 1).
         """
         config, added = self.config, [0.0] * len(rollouts.rewards)
         if config.overlong_tokens is not None:
             free = self.max_response_tokens - config.overlong_tokens
             for i, length in enumerate(rollouts.lengths):
-                added[i] -= config.overlong_penalty * min(max((length - free) / config.overlong_tokens, 0.0), 1.0)
+                added[i] -= min(max((length - free) / config.overlong_tokens, 0.0), 1.0)
         if rollouts.kl is not None and config.kl_in == "reward":
             added = [own - config.kl_coef * kl for own, kl in zip(added, rollouts.kl, strict=True)]
         return tuple(added)
@@ -164,7 +164,7 @@ class PolicyGradient:
             loss_N = loss_N * weights_N
             metrics["corrected"] = changed_N.sum()
         if tokens.ref_logprobs_N is not None:
-            kl_N = kl_terms(tokens.logprobs_N, tokens.ref_logprobs_N, config.kl_estimator, config.kl_clamp)
+            kl_N = kl_terms(tokens.logprobs_N, tokens.ref_logprobs_N, config.kl_estimator)
             if config.kl_in == "loss":
                 loss_N = loss_N + config.kl_coef * kl_N
             metrics["kl"] = kl_N.sum().detach()

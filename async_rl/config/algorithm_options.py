@@ -4,19 +4,12 @@ For the algorithms, and for the checks before a start, which may not import them
 """
 
 from collections.abc import Mapping
-from typing import TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.config.section import Section
+from async_rl.config.section import NoOptions, Section, read_options
 from async_rl.errors import ConfigError
-
-Options = TypeVar("Options", bound=Section)
-
-
-class NoOptions(Section):
-    """Of an algorithm without `[algorithm.options]`."""
 
 
 class DPPOOptions(Section):
@@ -50,12 +43,12 @@ OPTIONS: Mapping[str, type[Section]] = {
 """Those of the others are `NoOptions`."""
 
 UNUSED: Mapping[str, tuple[str, ...]] = {
-    "distillation": ("scale_by_std", "overlong_tokens", "overlong_penalty", "kl_in"),
+    "distillation": ("scale_by_std", "overlong_tokens", "kl_in"),
     "dppo": ("clip_low", "clip_high"),
     # Shaped rewards may be negative.
-    "maxrl": ("scale_by_std", "overlong_tokens", "overlong_penalty", "kl_in"),
+    "maxrl": ("scale_by_std", "overlong_tokens", "kl_in"),
     "online_dpo": (
-        *("kl_coef", "kl_estimator", "kl_in", "kl_clamp", "entropy_coef", "teacher", "teacher_coef"),
+        *("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "teacher", "teacher_coef"),
         *("importance", "importance_low", "importance_high"),
         *("normalize", "scale_by_std", "clip_low", "clip_high"),
     ),
@@ -64,24 +57,6 @@ UNUSED: Mapping[str, tuple[str, ...]] = {
     "sapo": ("clip_low", "clip_high"),
 }
 """Settings that have no effect; the others use all."""
-
-
-def read_options(config: AlgorithmSection, kind: type[Options]) -> Options:
-    """
-    Raises:
-        ConfigError: `algorithm.options` has other keys, or values that do not fit.
-    """
-    try:
-        return kind.model_validate(config.options)
-    except ValidationError as error:
-        named = ", ".join(kind.model_fields) or "none"
-        lines = [
-            f"algorithm.options.{'.'.join(map(str, item['loc']))}: {item['msg']} (got {item['input']!r})"
-            for item in error.errors()
-        ]
-        raise ConfigError(
-            f"algorithm.name = {config.name!r} has the options {named}: correct " + "; ".join(lines)
-        ) from error
 
 
 def refuse_unused(config: AlgorithmSection, unused: tuple[str, ...]) -> None:
@@ -101,4 +76,4 @@ def require_used(config: AlgorithmSection) -> None:
         ConfigError: as `read_options` and `refuse_unused`.
     """
     refuse_unused(config, UNUSED.get(config.name, ()))
-    read_options(config, OPTIONS.get(config.name, NoOptions))
+    read_options("algorithm", config.name, config.options, OPTIONS.get(config.name, NoOptions))

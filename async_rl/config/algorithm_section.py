@@ -66,15 +66,14 @@ class AlgorithmSection(Section):
     kl_in: Literal["loss", "reward"] = Field(
         "loss", description="the KL is a term of each token's loss, or its sum over a rollout is taken from the reward"
     )
-    kl_clamp: float | None = Field(None, gt=0.0, description="largest size of one token's KL term, in nats")
     entropy_coef: float = Field(0.0, ge=0.0, description="weight of the policy's entropy, which the loss rewards")
     mask_truncated: bool = Field(False, description="leave out rollouts that a limit ended; they count in the baseline")
     overlong_tokens: int | None = Field(
         None,
         ge=1,
-        description="a rollout loses reward over the last so many tokens before rollout.max_response_tokens, linearly",
+        description="a rollout loses reward over the last so many tokens before rollout.max_response_tokens, linearly, "
+        "and 1 at the limit",
     )
-    overlong_penalty: float = Field(1.0, gt=0.0, description="reward that it has lost at the limit")
     old_policy: Literal["reuse", "model", "lagged", "rollout"] = Field(
         "reuse",
         description="denominator of the ratio: the policy's own log-probs, detached; a model with the published "

@@ -41,18 +41,12 @@ class ClusterSection(Section):
     training_cores: int | None = Field(
         None, ge=1, description="CPU cores of a training node; by default one a rank and one more"
     )
-    instance_cores: int | None = Field(
-        None, ge=1, description="CPU cores of an instance; by default one a worker and one more"
-    )
     env: dict[VariableName, VariableValue] = Field(
         default_factory=dict, description="environment of all tasks; never put secrets here"
     )
     master_port: int = Field(29500, ge=1, le=65535, description="where the training nodes meet, on the first of them")
     max_restarts: int = Field(
         3, ge=0, description="restarts of the trainer, and of each instance, without progress in between"
-    )
-    restart_delay_s: float = Field(
-        1.0, gt=0, le=60, description="before the first restart; twice as long before each further one, up to a minute"
     )
     placement_timeout_s: float = Field(
         180.0, gt=0, description="ray: how long the training nodes and the first instances may wait for room"

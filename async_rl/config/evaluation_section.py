@@ -1,11 +1,9 @@
 """The `[evaluation]` section: what is evaluated during a run, and when."""
 
-import math
-
 from pydantic import Field
 
 from async_rl.config.prompts_section import SOURCES, Columns
-from async_rl.config.section import Section, Unlimited
+from async_rl.config.section import Section
 
 
 class EvaluationSet(Section):
@@ -27,9 +25,3 @@ class EvaluationSet(Section):
 class EvaluationSection(Section):
     sets: tuple[EvaluationSet, ...] = Field((), description="what is evaluated: at first, every so often, at the end")
     every: int = Field(10, ge=1, description="iterations from one evaluation to the next")
-    max_delay_s: Unlimited = Field(
-        math.inf,
-        ge=0.0,
-        description="how long training waits at most for an evaluation that the idle time was too short for; inf until "
-        "it is complete",
-    )

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from async_rl.config.keys import explain_unknown, find_key, keys_of, read_value, set_dotted
-from async_rl.config.secrets import MASK, masked, masked_text
+from async_rl.config.secrets import masked, masked_text
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 
@@ -69,8 +69,7 @@ def _explain(item: Any) -> str:
     """The message for one error of a config: the key, its value, the expected value and the key's meaning."""
     loc: tuple[str | int, ...] = item["loc"]
     name = ".".join(str(part) for part in loc)
-    # A token itself, in place of where it is, is a likely mistake.
-    given = MASK if name.endswith("token_from") else masked(name, item["input"])
+    given = masked(name, item["input"])
     if item["type"] == "extra_forbidden":
         return f"unknown key {name!r} (value {given!r}): {explain_unknown(Config, loc)}"
     if item["type"] == "missing" and len(loc) == 1:

@@ -76,7 +76,8 @@ def explain_unknown(model: type[BaseModel], path: Sequence[str | int]) -> str:
         near = next((key for key in keys if key.endswith("." + name.rpartition(".")[2])), near)
     meant = f"did you mean {near!r}? " if near else "correct its spelling or remove it; "
     last = str(path[-1])
-    if (other := translated(last)) is not None and not (near and near.endswith(f".{last}")):
+    is_elsewhere = near is not None and near.endswith(f".{last}")
+    if (other := translated(name) or (None if is_elsewhere else translated(last))) is not None:
         meant = f"{other}; "
     if in_section:
         return f"{meant}[{section}] has {', '.join(key.partition('.')[2] for key in in_section)}"

@@ -47,6 +47,7 @@ TRL = _names_of(
     ),
     ("warmup_steps", ("optimizer.warmup_iterations",), ""),
     ("adam_beta2", ("optimizer.beta2",), ""),
+    ("adam_epsilon", ("optimizer.eps",), ""),
     ("max_grad_norm", ("optimizer.clip_grad_norm",), ""),
     ("bf16", ("model.dtype",), ""),
     ("fp16", ("model.dtype",), "bfloat16 or float32"),
@@ -98,10 +99,24 @@ PRIME_RL = _names_of(
 
 OTHER_NAMES = PRIME_RL | VERL | TRL
 
+_OF_REWARDS = (
+    *("test_timeout_s", "test_memory_bytes", "pattern", "match", "url", "token_from", "model", "rubric"),
+    *("score_pattern", "min_score", "max_score", "unreadable_reward"),
+)
+
+EARLIER = _names_of(
+    "an earlier async-rl",
+    *((f"reward.{name}", (f"reward.options.{name}",), "") for name in _OF_REWARDS),
+    ("reward.on_error", ("reward.max_attempts",), "1 where it was fail"),
+    ("prompts.column", ("prompts.columns.prompt",), ""),
+    ("prompts.num_rows", ("prompts.task_options.size",), ""),
+)
+"""Keys that have moved, with their sections."""
+
 
 def translated(name: str) -> str | None:
     """What the setting `name` of another trainer is here, in words; None if it is not known as one."""
-    found = OTHER_NAMES.get(name)
+    found = EARLIER.get(name) or OTHER_NAMES.get(name)
     if found is None:
         return None
     if not found.keys:

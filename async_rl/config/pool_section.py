@@ -37,7 +37,6 @@ class PublishSection(Section):
     timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="every step of a publish: rendezvous, control call, bucket"
     )
-    bucket_bytes: int = Field(64 * 2**20, ge=1, description="how many bytes one broadcast carries at most")
     master_address: str | None = Field(
         None, description="this trainer's own address as the instances reach it; by default the one that routes to them"
     )
@@ -55,7 +54,6 @@ class PublishSection(Section):
         description="show with changed weights that every class of tensors reaches what an engine computes with: "
         "before an engine of its kind first serves in a run, before every batch, or never (see proof.md)",
     )
-    max_probe_gap: float = Field(0.5, gt=0, description="largest difference of their log-probs, in nats")
 
     @model_validator(mode="after")
     def _snapshots_have_a_place(self) -> "PublishSection":

@@ -12,11 +12,13 @@ SOURCES = (
     "reasoning-gym:TASK"
 )
 
+TASK_OPTIONS = "options of the reasoning-gym task; its `size` is how many rows are generated, by default 10000"
+
 DIFFICULTY = "difficulty"
 
 COLUMNS = (
-    "name that the run uses -> column of the source, or a.b for b in a: prompt, answer, difficulty, stop, "
-    "stop_token_ids, max_response_tokens, and any that a reward reads"
+    "name that the run uses -> column of the source, or a.b for b in a: prompt (text, or chat messages), answer, "
+    "difficulty, stop, stop_token_ids, max_response_tokens, and any that a reward reads"
 )
 
 
@@ -66,8 +68,7 @@ class MixturePart(Section):
     reward: tuple[str, ...] = Field(
         (), description="the part of the reward, or the list of parts, that score its rows; by default as reward.column"
     )
-    num_rows: int = Field(10_000, ge=1, description="how many rows to draw from a reasoning-gym task")
-    task_options: dict[str, Any] = Field(default_factory=dict, description="options of the reasoning-gym task")
+    task_options: dict[str, Any] = Field(default_factory=dict, description=TASK_OPTIONS)
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -99,7 +100,6 @@ class PromptsSection(Section):
         "(see data.md)",
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are reported and left out, once, at start")
-    column: str = Field("prompt", description="column with the prompt: text, or a list of chat messages")
     columns: Columns = Field(default_factory=dict, description=COLUMNS)
     chat_template: bool = Field(True, description="render the prompt with the tokenizer's chat template")
     template_arguments: dict[str, Any] = Field(
@@ -108,8 +108,7 @@ class PromptsSection(Section):
         "false }",
     )
     system_prompt: str | None = Field(None, description="put before each prompt, in the chat template's system role")
-    num_rows: int = Field(10_000, ge=1, description="how many rows to draw from a reasoning-gym task")
-    task_options: dict[str, Any] = Field(default_factory=dict, description="options of the reasoning-gym task")
+    task_options: dict[str, Any] = Field(default_factory=dict, description=TASK_OPTIONS)
     mixture: tuple[MixturePart, ...] = Field((), description="several sources, [[prompts.mixture]], and their shares")
     deduplicate: bool = Field(False, description="of rows with the same rendered prompt, take the first one only")
     held_out: float = Field(
@@ -163,20 +162,6 @@ class PromptsSection(Section):
         for key in ("columns", "task_options"):
             if self.mixture and getattr(self, key):
                 raise ValueError(f"prompts.{key} is set beside prompts.mixture: set {key} of each part instead")
-        return self
-
-    @model_validator(mode="after")
-    def _prompt_has_one_column(self) -> "PromptsSection":
-        if "prompt" in self.columns and self.column != "prompt":
-            raise ValueError(
-                f"prompts.column is {self.column!r} and prompts.columns.prompt is {self.columns['prompt']!r}: "
-                "remove one of them"
-            )
-        if self.mixture and self.column != "prompt":
-            raise ValueError(
-                f"prompts.column is {self.column!r} beside prompts.mixture: set columns = {{prompt = {self.column!r}}} "
-                "of each part"
-            )
         return self
 
     @model_validator(mode="after")

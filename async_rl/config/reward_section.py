@@ -1,12 +1,101 @@
-"""The `[reward]` section: one reward, or several parts with weights."""
+"""The `[reward]` section: one reward, or several parts with weights; and the `[reward.options]` of each kind."""
 
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from async_rl.config.section import Section
+from async_rl.config.secrets import PLACE_OF_TOKEN
+from async_rl.config.section import Options, Section, read_options
+
+
+class CodeOptions(Section):
+    test_timeout_s: float = Field(3.0, gt=0, description="for one unit test of a response")
+    test_memory_bytes: int = Field(
+        512 * 2**20, ge=64 * 2**20, description="memory and files of all processes of one response"
+    )
+
+
+class _WithPatterns(Section):
+    @field_validator("pattern", "score_pattern", check_fields=False)
+    @classmethod
+    def _is_a_regular_expression(cls, pattern: str | None, info: ValidationInfo) -> str | None:
+        try:
+            num_groups = 1 if pattern is None else re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"it is no regular expression: {error}") from error
+        if info.field_name == "score_pattern" and num_groups != 1:
+            raise ValueError(f"it has {num_groups} groups: put the number, and nothing else, in parentheses")
+        return pattern
+
+
+class RegexOptions(_WithPatterns):
+    pattern: str | None = Field(
+        None, description="what a response has to match, `.` line breaks too; by default the row's `pattern`"
+    )
+    match: Literal["full", "search"] = Field(
+        "full", description="the whole response, without space around it, has to match, or any part of it"
+    )
+
+
+class HTTPOptions(Section):
+    url: str = Field(description="where groups are posted; of judge: base URL of an OpenAI-compatible server, with /v1")
+    token_from: str | None = Field(
+        None,
+        pattern=PLACE_OF_TOKEN,
+        description="where the bearer token is, env:VARIABLE or file:PATH; never the token itself",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_of_a_service(cls, url: str) -> str:
+        try:
+            parts = urlsplit(url)
+            is_sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            is_sound = False
+        if not is_sound:
+            raise ValueError("it is no URL: write http://HOST:PORT/PATH or https://HOST/PATH")
+        if parts.username or parts.password:
+            raise ValueError("it contains a user or a password, which checkpoints would record: use token_from")
+        return url
+
+
+class JudgeOptions(HTTPOptions, _WithPatterns):
+    model: str = Field(description="the judge's name at the server")
+    rubric: str = Field(
+        description="what it is asked, a text or the path of one; {response} stands for the response, {prompt}, "
+        "{answer} and so on for columns of the row",
+    )
+    score_pattern: str | None = Field(
+        None,
+        description="a regular expression whose group is the score, where it matches last; by default the number in "
+        "the last line",
+    )
+    min_score: float = Field(0.0, description="the worst score, which becomes the reward 0")
+    max_score: float = Field(1.0, description="the best score, which becomes the reward 1")
+    unreadable_reward: float | None = Field(
+        None, description="of a response for which it gives no score three times; by default an error"
+    )
+
+    @model_validator(mode="after")
+    def _scale_has_a_range(self) -> "JudgeOptions":
+        if self.min_score >= self.max_score:
+            raise ValueError(
+                f"min_score is {self.min_score:g} and max_score {self.max_score:g}: the first has to be less"
+            )
+        return self
+
+
+OPTIONS: Mapping[str | None, type[Section]] = {
+    "code": CodeOptions,
+    "regex": RegexOptions,
+    "http": HTTPOptions,
+    "judge": JudgeOptions,
+}
+"""By the reward's name; those of the others are `NoOptions`."""
 
 
 class RewardSettings(Section):
@@ -28,71 +117,17 @@ class RewardSettings(Section):
         description="calls of an asynchronous reward under way at once (judge: requests); a synchronous one has one "
         "per process",
     )
-    on_error: Literal["fail", "retry"] = Field(
-        "fail", description="a call that raises, hangs or returns nonsense ends the run, or is made again first"
+    max_attempts: int = Field(
+        1, ge=1, description="a call that raises, hangs or returns nonsense so often for one group ends the run"
     )
-    max_attempts: int = Field(3, ge=1, description="calls for one group at most, with `retry`")
-    test_timeout_s: float = Field(3.0, gt=0, description="code: for one unit test of a response")
-    test_memory_bytes: int = Field(
-        512 * 2**20, ge=64 * 2**20, description="code: memory and files of all processes of one response"
-    )
-    pattern: str | None = Field(
-        None, description="regex: what a response has to match, `.` line breaks too; by default the row's `pattern`"
-    )
-    match: Literal["full", "search"] = Field(
-        "full", description="regex: the whole response, without space around it, has to match, or any part of it"
-    )
-    url: str | None = Field(
-        None, description="http: where groups are posted; judge: base URL of an OpenAI-compatible server, with /v1"
-    )
-    token_from: str | None = Field(
-        None,
-        pattern=r"^(env|file):.+$",
-        description="http, judge: where the bearer token is, env:VARIABLE or file:PATH; never the token itself",
-    )
-    model: str | None = Field(None, description="judge: its name at the server")
-    rubric: str | None = Field(
-        None,
-        description="judge: what it is asked, a text or the path of one; {response} stands for the response, {prompt}, "
-        "{answer} and so on for columns of the row",
-    )
-    score_pattern: str | None = Field(
-        None,
-        description="judge: a regular expression whose group is the score, where it matches last; by default the "
-        "number in the last line",
-    )
-    min_score: float = Field(0.0, description="judge: the worst score, which becomes the reward 0")
-    max_score: float = Field(1.0, description="judge: the best score, which becomes the reward 1")
-    unreadable_reward: float | None = Field(
-        None, description="judge: of a response for which it gives no score three times; by default an error"
-    )
+    options: dict[str, Any] = Field(default_factory=dict, description="of the reward itself (see rewards.md)")
 
-    @field_validator("pattern", "score_pattern")
-    @classmethod
-    def _is_a_regular_expression(cls, pattern: str | None, info: ValidationInfo) -> str | None:
-        try:
-            num_groups = 1 if pattern is None else re.compile(pattern).groups
-        except re.error as error:
-            raise ValueError(f"it is no regular expression: {error}") from error
-        if info.field_name == "score_pattern" and num_groups != 1:
-            raise ValueError(f"it has {num_groups} groups: put the number, and nothing else, in parentheses")
-        return pattern
-
-    @field_validator("url")
-    @classmethod
-    def _is_of_a_service(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        try:
-            parts = urlsplit(url)
-            is_sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            is_sound = False
-        if not is_sound:
-            raise ValueError("it is no URL: write http://HOST:PORT/PATH or https://HOST/PATH")
-        if parts.username or parts.password:
-            raise ValueError("it contains a user or a password, which checkpoints would record: use token_from")
-        return url
+    def read_options(self, kind: type[Options]) -> Options:
+        """
+        Raises:
+            ConfigError: `reward.options` are not those of `kind`.
+        """
+        return read_options("reward", self.name, self.options, kind)
 
 
 class RewardPart(RewardSettings):

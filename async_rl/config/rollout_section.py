@@ -54,7 +54,6 @@ class RolloutSection(Section):
     )
     num_workers: int = Field(1, ge=1, description="processes that run the program's rollouts")
     gateway_host: str = Field("127.0.0.1", description="where the gateway listens for agents (see gateway.md)")
-    gateway_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one")
 
     @model_validator(mode="before")
     @classmethod

@@ -1,8 +1,8 @@
 """Masks what looks like a secret in what is shown: values and errors of a config, commands, the settings of a card, the
 config that trackers get.
 
-A config should have no secrets (`reward.token_from` names where one is), but users put them into environments, URLs and
-arguments all the same.
+A config should have no secrets (`token_from` of a reward's options names where one is), but users put them into
+environments, URLs and arguments all the same.
 """
 
 import re
@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MASK = "***"
+
+PLACE_OF_TOKEN = r"^(env|file):.+$"
+"""Where a token is: `env:VARIABLE` or `file:PATH`."""
 
 _NAME = (
     r"(?:[a-z]*(?:token|secrets?|passwords?|passwd|passphrase)|pwd|pass|pat|credentials?|authorization|"
@@ -56,7 +59,9 @@ _SECRETS = (
 
 def masked(name: str, value: Any) -> Any:
     """A value of the config under its key's name, with secrets in it replaced, however deep."""
-    if SECRET_NAME.search(name) and value:
+    # A token itself, in place of where it is, is a likely mistake.
+    is_no_place = name.endswith("token_from") and not re.match(PLACE_OF_TOKEN, str(value))
+    if value and (is_no_place or SECRET_NAME.search(name)):
         return MASK
     if isinstance(value, Mapping):
         return {key: masked(str(key), inner) for key, inner in value.items()}

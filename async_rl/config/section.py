@@ -1,12 +1,14 @@
-"""What all sections of a config have in common."""
+"""What all sections of a config have in common, and how the options of one kind of algorithm or reward are read."""
 
-import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
-from pydantic import AllowInfNan, BaseModel, ConfigDict, PlainSerializer, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from async_rl.config.keys import kinds_of
+from async_rl.config.secrets import masked
+from async_rl.errors import ConfigError
 
 LONGEST_S = 1e9
 """Of any duration; Python's threads wait for nine times as long at most."""
@@ -15,14 +17,8 @@ LARGEST_NUMBER = 2**53
 """Of any whole number without a limit of its own: with some more of them added it is still one of 64 bits."""
 
 
-Unlimited = Annotated[
-    float, AllowInfNan(True), PlainSerializer(lambda value: "inf" if math.isinf(value) else value, when_used="json")
-]
-"""A limit that may be `inf`, for none; JSON has no such number, and gets the word, which is read back."""
-
-
 class Section(BaseModel):
-    """NaN is not valid for any key, and infinity only for an `Unlimited` one: their comparisons would pass a limit."""
+    """Neither NaN nor infinity is valid for any key: their comparisons would pass a limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -44,10 +40,38 @@ class Section(BaseModel):
     @classmethod
     def _is_within_reach(cls, value: Any, info: ValidationInfo) -> Any:
         # With more, waits and 64-bit libraries raise errors of their own in the middle of a run.
-        if isinstance(value, float) and str(info.field_name).endswith("_s") and LONGEST_S < value < math.inf:
+        if isinstance(value, float) and str(info.field_name).endswith("_s") and value > LONGEST_S:
             raise ValueError(f"Input should be at most {LONGEST_S:g}, thirty years")
         limits = cls.model_fields[info.field_name or ""].metadata
         is_limited = any(hasattr(limit, "lt") or hasattr(limit, "le") for limit in limits)
         if isinstance(value, int) and value > LARGEST_NUMBER and not is_limited:
             raise ValueError(f"Input should be at most {LARGEST_NUMBER}")
         return value
+
+
+Options = TypeVar("Options", bound=Section)
+
+
+class NoOptions(Section):
+    """Of an algorithm or a reward that has none."""
+
+
+def read_options(section: str, name: str | None, options: Mapping[str, Any], kind: type[Options]) -> Options:
+    """`[SECTION.options]` of the algorithm or reward `name`, whose options are those of `kind`.
+
+    Raises:
+        ConfigError: it has other keys, lacks one, or values do not fit.
+    """
+    try:
+        return kind.model_validate(options)
+    except ValidationError as error:
+        named = ", ".join(kind.model_fields) or "none"
+        lines = [_explain(f"{section}.options", item) for item in error.errors()]
+        raise ConfigError(f"{section}.name = {name!r} has the options {named}: correct " + "; ".join(lines)) from error
+
+
+def _explain(table: str, item: Any) -> str:
+    key = ".".join([table, *map(str, item["loc"])])
+    if item["type"] == "missing":
+        return f"{key}: it is missing, and has no default"
+    return f"{key}: {str(item['msg']).removeprefix('Value error, ')} (got {masked(key, item['input'])!r})"

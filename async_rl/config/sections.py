@@ -351,23 +351,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _gateways_have_ports_of_their_own(self) -> "Config":
-        port = self.rollout.gateway_port
-        if not port or self.rollout.program == SINGLE_TURN:
-            return self
-        num_here = self.trainer.num_local_ranks // self.trainer.ranks_per_replica
-        if num_here > 1:
-            raise ValueError(
-                f"rollout.gateway_port is {port}, but there are {num_here} replicas on a host, each with a gateway: "
-                "set it to 0, which gives each a free port"
-            )
-        if port == self.pool.fleet_port:
-            raise ValueError(
-                f"rollout.gateway_port and pool.fleet_port are both {port}: set one of them to another port"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _instances_have_a_range(self) -> "Config":
         if self.cluster.max_instances is not None and self.cluster.max_instances < self.inference.num_instances:
             raise ValueError(

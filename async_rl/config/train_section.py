@@ -1,6 +1,6 @@
 """The settings of training: `[optimizer]` and `[train]`."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -58,18 +58,12 @@ class TrainSection(Section):
     order: Literal["completion", "prompt"] = Field(
         "completion", description="train groups as they finish, or by index in the batch (bit for bit repeatable)"
     )
-    on_nonfinite: Literal["skip", "fail"] = Field(
-        "skip",
-        description="a gradient that is infinite or not a number: take no step on it, at most 3 times in a row, or end "
-        "the run",
-    )
     logprob_noise: float | None = Field(
         None,
         gt=0,
         description="RMS of trainer - rollout log-probs, in nats per token, that sound engines may have; by default "
         "what the rounding of model.dtype explains (see proof.md)",
     )
-
     exact: bool = Field(
         False,
         description="trainer and embedded engine compute log-probs that are equal bit for bit, and the proof demands "
@@ -96,15 +90,3 @@ class TrainSection(Section):
                 "does so"
             )
         return self
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_largest_gap(cls, tree: Any) -> Any:
-        if isinstance(tree, dict) and "max_logprob_gap" in tree:
-            raise ValueError(
-                f"train.max_logprob_gap (value {tree['max_logprob_gap']!r}) is no setting any more: trainer - rollout "
-                "log-probs are judged by their RMS and mean, against limits that follow from model.dtype and the "
-                "number of tokens; remove it, and where engines are meant to be noisier than that, as quantized ones "
-                "are, set train.logprob_noise to their RMS"
-            )
-        return tree

@@ -38,7 +38,6 @@ IRRELEVANT = (
     "stop_token_ids",
     "max_response_tokens",
     "reward",
-    "num_rows",
     "task_options",
 )
 """Fields of a part that do not change its table."""

@@ -37,8 +37,8 @@ class RowColumns:
 
     def __init__(self, part: Part, first_row: Row) -> None:
         self._part = part
-        plain = part.prompt_name == PROMPT and not {PROMPT, ANSWER} & part.columns.keys()
-        self.format = recognise(first_row) if plain else None
+        is_plain = part.prompt_name == PROMPT and not {PROMPT, ANSWER} & part.columns.keys()
+        self.format = recognise(first_row) if is_plain else None
         self._columns: Mapping[str, str] = {**(self.format.columns if self.format else {}), **part.columns}
         self._needs_answer = ANSWER in self._columns
         self._samples_by_row = bool(self._columns.keys() & {"stop", "stop_token_ids", "max_response_tokens"})
@@ -64,10 +64,9 @@ class RowColumns:
         mapped = self.mapped(row)
         column = self._columns.get(PROMPT, self._part.prompt_name)
         if mapped.get(self._part.prompt_name) is None:
-            setting = "prompts.columns" if self._part.columns or self._part.name else "prompts.column"
             raise ConfigError(
                 f"prompts.source {self._part.source!r}, row {number}: no value in column {column!r} (it has "
-                f"{sorted(row)}): set {setting}"
+                f"{sorted(row)}): set prompts.columns"
             )
         try:
             self.difficulty(mapped)

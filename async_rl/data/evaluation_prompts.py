@@ -10,15 +10,14 @@ HELD_OUT = "held-out"
 def prompts_of_set(config: EvaluationSet, prompts: PromptsSection) -> PromptsSection:
     """The settings of a set with a source of its own: rendered like the training prompts, every row used."""
     options = prompts.task_options if config.source == prompts.source else {}
-    own_columns = config.columns is not None
+    size = config.max_prompts or prompts.task_options.get("size")
     return prompts.model_copy(
         update={
             "source": config.source,
             "mixture": (),
-            "column": "prompt" if own_columns else prompts.column,
-            "columns": config.columns if own_columns else prompts.columns,
-            "num_rows": config.max_prompts or prompts.num_rows,
+            "columns": prompts.columns if config.columns is None else config.columns,
             # A task's rows are generated from a seed: with the run's own they would be the training rows.
-            "task_options": {key: value for key, value in options.items() if key not in ("seed", "size")},
+            "task_options": {key: value for key, value in options.items() if key not in ("seed", "size")}
+            | ({"size": size} if size else {}),
         }
     )

@@ -19,19 +19,17 @@ from async_rl.errors import ConfigError
 class Part:
     """Fields are as those of the config's sections; `name` is empty for the only source of a run.
 
-    `column` has the prompt unless `columns` names another one; `max_response_tokens` is None for the run's.
+    `max_response_tokens` is None for the run's.
     """
 
     name: str
     source: str
     weight: float
-    column: str
     columns: Mapping[str, str]
     chat_template: bool
     template_arguments: Mapping[str, Any]
     system_prompt: str | None
     max_prompt_tokens: int
-    num_rows: int
     task_options: Mapping[str, Any]
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
@@ -43,7 +41,7 @@ class Part:
         """Where a row of this part has its prompt, after its columns were mapped."""
         if self.source.startswith(REASONING_GYM) and "prompt" not in self.columns:
             return QUESTION
-        return "prompt" if "prompt" in self.columns else self.column
+        return "prompt"
 
     def rows(self, seed: int) -> Rows:
         """The rows of its source; `seed` is of those that are generated.
@@ -52,7 +50,7 @@ class Part:
             ConfigError: there is no such kind of source.
         """
         if self.source.startswith(REASONING_GYM):
-            return TaskRows(self.source, self.num_rows, self.task_options, seed)
+            return TaskRows(self.source, self.task_options, seed)
         if self.source.startswith(HUB):
             return hub_rows(self.source)
         path = Path(self.source)
@@ -78,13 +76,11 @@ def parts_of(config: PromptsSection) -> tuple[Part, ...]:
             name="",
             source=config.source,
             weight=1.0,
-            column=config.column,
             columns=config.columns,
             chat_template=config.chat_template,
             template_arguments=config.template_arguments,
             system_prompt=config.system_prompt,
             max_prompt_tokens=config.max_prompt_tokens,
-            num_rows=config.num_rows,
             task_options=config.task_options,
             stop=(),
             stop_token_ids=(),
@@ -99,13 +95,11 @@ def _part(config: PromptsSection, part: MixturePart) -> Part:
         name=part.name,
         source=part.source,
         weight=part.weight,
-        column="prompt",
         columns=part.columns,
         chat_template=config.chat_template,
         template_arguments=config.template_arguments,
         system_prompt=config.system_prompt if part.system_prompt is None else part.system_prompt,
         max_prompt_tokens=config.max_prompt_tokens,
-        num_rows=part.num_rows,
         task_options=part.task_options,
         stop=part.stop,
         stop_token_ids=part.stop_token_ids,

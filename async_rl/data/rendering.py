@@ -166,13 +166,13 @@ def require_renderable(row: Row, number: int, part: Part) -> None:
         where = "".join(f"[{part!r}]" for part in fault["loc"])
         raise ConfigError(
             f"{place}: column {column!r} is {value!r:.80}, expected text or a list of chat messages with a "
-            f"role: correct {column}{where} ({fault['msg']}), or set prompts.column"
+            f"role: correct {column}{where} ({fault['msg']}), or set prompts.columns"
         ) from error
     for i, message in enumerate(value):
         if not _is_content(content := message.get("content")):
             raise ConfigError(
                 f"{place}: column {column!r} has a message whose content is {content!r:.80}, expected text or a list "
-                f"of texts and parts: correct {column}[{i}]['content'], or set prompts.column"
+                f"of texts and parts: correct {column}[{i}]['content'], or set prompts.columns"
             )
     if value[-1]["role"] == ASSISTANT and not (_is_begun(value) or value[-1].get("content") == ""):
         raise ConfigError(

@@ -12,15 +12,18 @@ REASONING_GYM = "reasoning-gym:"
 
 QUESTION = "question"
 
+NUM_ROWS = 10_000
+"""Generated where the options of the task have no `size`."""
+
 
 class TaskRows:
     """Implements `Rows`: question, answer, metadata, and the reward's inputs for scoring them (task, task_options)."""
 
-    def __init__(self, source: str, num_rows: int, task_options: Mapping[str, Any], seed: int) -> None:
+    def __init__(self, source: str, task_options: Mapping[str, Any], seed: int) -> None:
         self._source = source
         self._task = source.removeprefix(REASONING_GYM)
         self._given = task_options
-        self._options = {"seed": seed, "size": num_rows, **task_options}
+        self._options = {"seed": seed, "size": NUM_ROWS, **task_options}
         self._rows: list[Row] = []
         self._all = False
 

@@ -1,7 +1,7 @@
 """Evaluates the weights in training, in idle time of the pool as far as that reaches.
 
 Built by `trainer.session`; implements `IdleWork` of `rollout/idle_work.py`: training waits for an evaluation that is
-not complete when the batch is, `evaluation.max_delay_s` at most.
+not complete when the batch is.
 """
 
 import asyncio
@@ -114,7 +114,6 @@ class Evaluator:
         self._sampler = sampler
         self._sets = tuple(sets)
         self._every = config.every
-        self.max_delay_s = config.max_delay_s
         self.first_failure = ""
         """Why the first prompt failed that did, of all evaluations."""
         self._report = report

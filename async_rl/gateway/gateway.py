@@ -97,10 +97,9 @@ class Gateway:
         """Listens.
 
         Raises:
-            ConfigError: the address or the port cannot be used.
+            ConfigError: the address cannot be used.
         """
-        rollout = self._rollout
-        listener = listen("the gateway", rollout.gateway_host, rollout.gateway_port, "rollout.gateway")
+        listener = listen("the gateway", self._rollout.gateway_host, 0, "rollout.gateway")
         self.url = url_for_others(listener, self._address)
         if is_open_to_network(listener):
             log.warning(
@@ -108,7 +107,7 @@ class Gateway:
                 "speaks for its agent: keep the network private",
                 self.url,
             )
-        app = make_app(self._find_line, IgnoredFields(rollout.temperature), self._decode, MODEL)
+        app = make_app(self._find_line, IgnoredFields(self._rollout.temperature), self._decode, MODEL)
         runner = web.AppRunner(
             app,
             handle_signals=False,

@@ -6,6 +6,7 @@ from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
 from async_rl.data.order import shares_of
 from async_rl.data.part import Part, parts_of
 from async_rl.data.prompts import REASONING_GYM, first_rows
+from async_rl.data.task_rows import NUM_ROWS as TASK_ROWS
 from async_rl.errors import ConfigError
 
 NUM_ROWS = 1000
@@ -72,5 +73,5 @@ def _look_at(part: Part, max_rows: int) -> int:
     if part.source.startswith(REASONING_GYM):
         # One row shows whether task and options are compatible; the same code generates the others.
         first_rows(part, 1)
-        return part.num_rows
+        return int(part.task_options.get("size", TASK_ROWS))
     return len(first_rows(part, max_rows))

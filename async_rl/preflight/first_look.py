@@ -21,9 +21,6 @@ NUM_ROWS = 2000
 """Enough for the length of prompts, few enough to be read at once."""
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "query", "messages", "input", "text")
-DEFAULT_COLUMN = "prompt"
-"""Of prompts.column: published formats and tasks are known without another one."""
-
 ANSWER_COLUMNS = ("answer", "answers", "answerKey", "ground_truth", "target", "label", "solution", "output")
 """Names that published data sets give them, the most common first."""
 
@@ -39,13 +36,12 @@ MIN_SHARE = 0.9
 class FirstLook:
     """What a source seems to be. `num_rows` counts up to `NUM_ROWS`; `longest_prompt` is a prompt's text.
 
-    `column` and `columns` are what the `prompts` section has to have. `reward` is None if no column has answers. `seen`
+    `columns` are those that the `prompts` section has to have. `reward` is None if no column has answers. `seen`
     says in words what was recognised, `names` are all columns; `has_messages`: a prompt is a list of chat messages.
     """
 
     num_rows: int
     longest_prompt: str
-    column: str
     columns: Mapping[str, str]
     reward: str | None
     seen: str
@@ -59,7 +55,7 @@ def look_at_source(source: str, prompt_column: str | None = None) -> FirstLook:
     Raises:
         ConfigError: it cannot be read, has no rows, or no column that could have prompts.
     """
-    (part,) = parts_of(PromptsSection(source=source, prompts_per_batch=1, num_rows=NUM_ROWS))
+    (part,) = parts_of(PromptsSection(source=source, prompts_per_batch=1, task_options={"size": NUM_ROWS}))
     try:
         rows = [row for _, row in islice(part.rows(seed=0).scan(), NUM_ROWS)]
     except OSError as error:
@@ -74,9 +70,9 @@ def look_at_source(source: str, prompt_column: str | None = None) -> FirstLook:
             )
         return _look_at_columns(rows, names, prompt_column)
     if source.startswith(REASONING_GYM):
-        return _look(rows, names, "question", DEFAULT_COLUMN, {}, "reasoning_gym", "a reasoning-gym task")
+        return _look(rows, names, "question", {}, "reasoning_gym", "a reasoning-gym task")
     if (known := recognise(rows[0])) is not None:
-        return _look(rows, names, known.columns["prompt"], DEFAULT_COLUMN, {}, "math", f"the format of {known.name}")
+        return _look(rows, names, known.columns["prompt"], {}, "math", f"the format of {known.name}")
     prompt = next((name for name in PROMPT_COLUMNS if _is_prompt(rows[0].get(name))), None)
     if prompt is None:
         raise ConfigError(
@@ -88,24 +84,23 @@ def look_at_source(source: str, prompt_column: str | None = None) -> FirstLook:
 
 def _look_at_columns(rows: Sequence[Row], names: tuple[str, ...], prompt: str) -> FirstLook:
     answer = next((name for name in ANSWER_COLUMNS if name != prompt and rows[0].get(name) not in (None, "")), None)
-    columns = {}
+    columns = {} if prompt == "prompt" else {"prompt": prompt}
     if answer is not None and answer not in ("answer", "answers", "answerKey"):
         columns["answer"] = answer
     reward = _reward_for([row.get(answer) for row in rows]) if answer is not None else None
     seen = f"prompts in column {prompt!r}, " + (f"answers in {answer!r}" if answer else "and no answers")
-    return _look(rows, names, prompt, prompt, columns, reward, seen)
+    return _look(rows, names, prompt, columns, reward, seen)
 
 
 def _look(
     rows: Sequence[Row],
     names: tuple[str, ...],
     prompt: str,
-    column: str,
     columns: dict[str, str],
     reward: str | None,
     seen: str,
 ) -> FirstLook:
-    """`prompt` is the column that has the prompts, `column` what the config has to say of it."""
+    """`prompt` is the column that has the prompts."""
     texts = [_text_of(row.get(prompt)) for row in rows]
     for number, text in enumerate(texts):
         if not is_unicode(text):
@@ -116,7 +111,6 @@ def _look(
     return FirstLook(
         num_rows=len(rows),
         longest_prompt=max(texts, key=len),
-        column=column,
         columns=columns,
         reward=reward,
         seen=seen,

@@ -6,15 +6,16 @@ import socket
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from async_rl.config.reward_section import RewardSection
+from async_rl.config.reward_section import OPTIONS, CodeOptions, HTTPOptions, JudgeOptions, RewardSection
 from async_rl.config.secrets import masked_text
+from async_rl.config.section import NoOptions
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.preflight.user_file import PREFIX, require_function, signature_of
 from async_rl.rewards.base import USED_SHARE
 from async_rl.rewards.built_in import BUILT_IN, EXPECTED, PACKAGES
-from async_rl.rewards.rubric import Rubric
-from async_rl.rewards.service_settings import model_of, read_token, url_of
+from async_rl.rewards.rubric import rubric_text
+from async_rl.rewards.service import read_token
 from async_rl.rewards.signatures import form_of
 from async_rl.sandbox.probe import require_installed
 
@@ -43,11 +44,15 @@ def require_time_for_tests(config: Config) -> None:
     """
     num_responses = config.rollout.responses_per_prompt
     for reward in config.reward.single_rewards.values():
-        needed_s = num_responses * reward.test_timeout_s / USED_SHARE
-        if reward.name == "code" and reward.timeout_s < needed_s:
+        if reward.name != "code":
+            continue
+        test_timeout_s = reward.read_options(CodeOptions).test_timeout_s
+        needed_s = num_responses * test_timeout_s / USED_SHARE
+        if reward.timeout_s < needed_s:
             raise ConfigError(
-                f"reward.timeout_s = {reward.timeout_s:g} is too short for one test of {reward.test_timeout_s:g} s "
-                f"(reward.test_timeout_s) in each of {num_responses} responses: set it to at least {needed_s:.4g}"
+                f"reward.timeout_s = {reward.timeout_s:g} is too short for one test of {test_timeout_s:g} s "
+                f"(reward.options.test_timeout_s) in each of {num_responses} responses: set it to at least "
+                f"{needed_s:.4g}"
             )
 
 
@@ -58,10 +63,14 @@ def _require(config: RewardSection, name: str) -> None:
             _require_form(name, definition)
     elif name not in BUILT_IN:
         raise ConfigError(f"reward.name is {name!r}: expected {EXPECTED}")
-    elif name == "code":
+    options = config.read_options(OPTIONS.get(name, NoOptions))
+    if isinstance(options, JudgeOptions):
+        rubric_text(options.rubric)
+    if isinstance(options, HTTPOptions):
+        read_token(options)
+        warn_if_unreachable("reward.options.url", options.url)
+    if name == "code":
         require_installed()
-    elif name in ("http", "judge"):
-        _require_service(config, name)
     elif name in PACKAGES and find_spec(PACKAGES[name].replace("-", "_")) is None:
         raise ConfigError(f"reward.name {name!r} needs {PACKAGES[name]}: install async-rl[tasks]")
 
@@ -73,15 +82,6 @@ def _require_form(name: str, definition: ast.FunctionDef | ast.AsyncFunctionDef)
         raise ConfigError(
             f"reward.name {name!r}: line {definition.lineno}: {error}; write it in one of these forms"
         ) from error
-
-
-def _require_service(config: RewardSection, name: str) -> None:
-    url = url_of(config)
-    read_token(config)
-    if name == "judge":
-        model_of(config)
-        Rubric.of(config)
-    warn_if_unreachable("reward.url", url)
 
 
 log = logging.getLogger(__name__)

@@ -132,7 +132,7 @@ def _response(text: str, tokenizer: Tokenizer) -> Response:
 async def _try(config: RewardSection, label: str, prompt: Prompt, responses: list[Response], trial: Trial) -> None:
     """Loads one reward and, with responses, calls it."""
     timeout_s = min(config.timeout_s, CALL_S)
-    once = config.model_copy(update={"num_workers": 1, "on_error": "fail", "timeout_s": timeout_s})
+    once = config.model_copy(update={"num_workers": 1, "max_attempts": 1, "timeout_s": timeout_s})
     reward = ProcessReward(once, label)
     try:
         await reward.start()

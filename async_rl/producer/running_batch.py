@@ -123,13 +123,11 @@ class RunningBatch:
         self._hurry.set()
 
     async def leave(self, *, waits: bool) -> None:
-        """Ends what is left; with `waits` after the work of the idle pool, as far as that may delay training."""
+        """Ends what is left; with `waits` after the work of the idle pool."""
         if waits and self._idle_work is not None:
             self._idle_work.note_awaited()
             hurry = asyncio.create_task(self._hurry.wait())
-            await asyncio.wait(
-                {self._task, hurry}, timeout=self._idle_work.max_delay_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({self._task, hurry}, return_when=asyncio.FIRST_COMPLETED)
             hurry.cancel()
         if self._idle_work is not None:
             await self._idle_work.stop()

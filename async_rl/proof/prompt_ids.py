@@ -1,7 +1,7 @@
 """The prompt ids of a batch in a row of `ledger.jsonl`: as a short list if possible, and always as a digest.
 
 `as_runs` turns ids, ordered by index, into a list that has one entry for each run of consecutive row numbers:
-`["0-63", "70"]`. Older rows, written before there were runs, list every id; `from_runs` reads both.
+`["0-63", "70"]`; `from_runs` reads it.
 """
 
 import hashlib

@@ -36,12 +36,16 @@ class Deviation:
         return abs(self.rollout - self.trainer)
 
 
+MAX_GAP = 0.5
+"""Largest difference of two log-probs of one token, in nats: those of two engines in bfloat16 differ by a tenth of it,
+those of another version by several nats."""
+
+
 class Probe:
     """Samples from instances and judges the log-probs; `prompt_token_ids` is any prompt of the run."""
 
     def __init__(self, config: PublishSection, rollout: RolloutSection, prompt_token_ids: Sequence[int]) -> None:
         self._prompt = list(prompt_token_ids)
-        self._max_gap = config.max_probe_gap
         self._timeout_s = config.timeout_s
         self._sampling = SamplingParams(
             # More tokens than a rollout's may exceed the instances' model length.
@@ -77,12 +81,12 @@ class Probe:
             member: largest_deviation(answer.logprobs, scored[answer.token_ids]) for member, answer in answers.items()
         }
         # Not `>`: a NaN gap is also too large.
-        return {member: self._failure(member, d) for member, d in worst.items() if not d.gap <= self._max_gap}
+        return {member: self._failure(member, d) for member, d in worst.items() if not d.gap <= MAX_GAP}
 
     def _failure(self, member: Member, worst: Deviation) -> InstanceError:
         return InstanceError(
             f"instance {member.url} gives token {worst.index} of the probe log-prob {worst.rollout:.4f}, the trainer "
-            f"{worst.trainer:.4f}, with publish.max_probe_gap = {self._max_gap:g}: it received the weights, but "
+            f"{worst.trainer:.4f}, more than {MAX_GAP:g} apart: it received the weights, but "
             "computes with others, or in another way; check its dtype and engine options"
         )
 

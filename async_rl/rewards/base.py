@@ -55,7 +55,7 @@ class Reward(Protocol):
         """One finite float per response, in their order; of a composed reward also those of its parts.
 
         Raises:
-            RewardError: the reward raised, hung or returned something else, as often as `reward.on_error` allows;
+            RewardError: the reward raised, hung or returned something else, as often as `reward.max_attempts` allows;
                 names the reward, the prompt and the attempt.
         """
         ...

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_rl.config.reward_section import RewardSection
+from async_rl.config.reward_section import CodeOptions, RewardSection
 from async_rl.rewards.base import USED_SHARE, correct_at
 from async_rl.rewards.function import RewardFunction
 from async_rl.rewards.run_tests import run_tests
@@ -33,10 +33,11 @@ def make_score(config: RewardSection) -> RewardFunction:
     """
     runner = asyncio.Runner()
     sandbox = runner.run(open_sandbox())
+    options = config.read_options(CodeOptions)
     limits = Limits(
-        wall_s=config.test_timeout_s,
-        cpu_s=math.ceil(config.test_timeout_s),
-        memory_bytes=config.test_memory_bytes,
+        wall_s=options.test_timeout_s,
+        cpu_s=math.ceil(options.test_timeout_s),
+        memory_bytes=options.test_memory_bytes,
     )
 
     @correct_at(1.0)

@@ -7,21 +7,21 @@ Answer: `{"rewards": [float, ...]}`.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_rl.config.reward_section import RewardSection
+from async_rl.config.reward_section import HTTPOptions, RewardSection
 from async_rl.rewards.base import as_rewards
 from async_rl.rewards.function import RewardFunction
 from async_rl.rewards.service import Service, ServiceFailed
-from async_rl.rewards.service_settings import url_of
 from async_rl.types import Prompt, Response
 
 
 def make_score(config: RewardSection) -> RewardFunction:
-    """The reward of the service at `reward.url`; called in the worker.
+    """The reward of the service at `reward.options.url`; called in the worker.
 
     Raises:
-        ConfigError: there is no URL, or its token cannot be read.
+        ConfigError: its token cannot be read.
     """
-    service = Service(config, url_of(config))
+    options = config.read_options(HTTPOptions)
+    service = Service(options.url, options, config.timeout_s)
 
     async def score(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> list[float]:
         said = await service.ask(_request(prompt, responses, row), service.deadline())

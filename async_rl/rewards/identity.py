@@ -5,7 +5,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from async_rl import __version__
-from async_rl.config.reward_section import RewardSection
+from async_rl.config.reward_section import JudgeOptions, RewardSection
 from async_rl.programs.user_file import PREFIX, file_identity
 from async_rl.rewards.built_in import PACKAGES
 from async_rl.rewards.function import SETTING
@@ -34,7 +34,7 @@ def _identity(config: RewardSection) -> str:
     if name == "code":
         return f"code by async-rl {__version__} in Python {platform.python_version()}"
     if name == "judge":
-        digest = hashlib.sha256(rubric_text(config).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(rubric_text(config.read_options(JudgeOptions).rubric).encode()).hexdigest()[:16]
         return f"judge by async-rl {__version__}, with a rubric with sha256 {digest}"
     package = PACKAGES.get(name)
     if package is None:

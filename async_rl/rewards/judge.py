@@ -4,12 +4,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_rl.config.reward_section import RewardSection
+from async_rl.config.reward_section import JudgeOptions, RewardSection
 from async_rl.rewards.base import PER_RESPONSE
 from async_rl.rewards.function import RewardFunction
 from async_rl.rewards.rubric import Rubric
 from async_rl.rewards.service import Service, ServiceFailed
-from async_rl.rewards.service_settings import model_of, url_of
 from async_rl.types import Prompt, Response
 
 MAX_ANSWERS = 3
@@ -20,10 +19,10 @@ MAX_SHOWN = 500
 
 
 def make_score(config: RewardSection) -> RewardFunction:
-    """The judge at `reward.url`; called in the worker.
+    """The judge at `reward.options.url`; called in the worker.
 
     Raises:
-        ConfigError: a setting is missing, or the rubric or the token cannot be read.
+        ConfigError: the rubric or the token cannot be read.
     """
     judge = _Judge(config)
 
@@ -36,15 +35,15 @@ def make_score(config: RewardSection) -> RewardFunction:
 
 class _Judge:
     def __init__(self, config: RewardSection) -> None:
-        self._config = config
-        self._model = model_of(config)
-        self._rubric = Rubric.of(config)
-        self._service = Service(config, url_of(config).rstrip("/") + "/chat/completions")
+        self._max_concurrency = config.max_concurrency
+        self._options = options = config.read_options(JudgeOptions)
+        self._rubric = Rubric(options)
+        self._service = Service(options.url.rstrip("/") + "/chat/completions", options, config.timeout_s)
 
     async def score(self, responses: Sequence[Response], row: Mapping[str, Any]) -> list[float]:
         """All responses at once, up to `reward.max_concurrency`."""
         deadline = self._service.deadline()
-        slots = asyncio.Semaphore(self._config.max_concurrency)
+        slots = asyncio.Semaphore(self._max_concurrency)
 
         async def judge(task: str) -> float:
             async with slots:
@@ -59,19 +58,19 @@ class _Judge:
         return [each.result() for each in judging]
 
     async def _judge(self, task: str, deadline: float) -> float:
-        body = {"model": self._model, "temperature": 0, "messages": [{"role": "user", "content": task}]}
+        body = {"model": self._options.model, "temperature": 0, "messages": [{"role": "user", "content": task}]}
         answer = ""
         for _ in range(MAX_ANSWERS):
             answer = self._content(await self._service.ask(body, deadline))
             reward = self._rubric.reward(answer)
             if reward is not None:
                 return reward
-        if self._config.unreadable_reward is not None:
-            return self._config.unreadable_reward
+        if self._options.unreadable_reward is not None:
+            return self._options.unreadable_reward
         end = self._service.without_token(answer)[-MAX_SHOWN:]
         raise ServiceFailed(
             f"{self._service.url}: expected {self._rubric.expects}, but the judge's answer ends with "
-            f"{end!r}: ask for it more clearly in reward.rubric, or set reward.unreadable_reward"
+            f"{end!r}: ask for it more clearly in reward.options.rubric, or set reward.options.unreadable_reward"
         )
 
     def _content(self, said: Any) -> str:

@@ -72,7 +72,7 @@ class ProcessReward:
     def __init__(self, config: RewardSection, name: str) -> None:
         self._config = config
         self._name = name
-        self._max_attempts = config.max_attempts if config.on_error == "retry" else 1
+        self._max_attempts = config.max_attempts
         self._traits: Traits | None = None
         self._workers: list[_Worker] = []
         self._slots = Slots(1)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from async_rl.config.reward_section import RewardSection
+from async_rl.config.reward_section import RegexOptions, RewardSection
 from async_rl.rewards.base import USED_SHARE
 from async_rl.rewards.function import RewardFunction
 from async_rl.rewards.time_limit import SharedTime, scores_in_time
@@ -17,10 +17,11 @@ from async_rl.types import Prompt, Response
 
 def make_score(config: RewardSection) -> RewardFunction:
     """The reward with the pattern of the config; called in the worker."""
+    options = config.read_options(RegexOptions)
 
     def score(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> list[float]:
-        pattern = _compiled(config.pattern) if config.pattern is not None else _pattern_of(row)
-        matches = pattern.fullmatch if config.match == "full" else pattern.search
+        pattern = _compiled(options.pattern) if options.pattern is not None else _pattern_of(row)
+        matches = pattern.fullmatch if options.match == "full" else pattern.search
         # A pattern may backtrack for longer than a run lasts.
         time = SharedTime(USED_SHARE * config.timeout_s, len(responses))
         return scores_in_time(
@@ -38,7 +39,8 @@ def make_score(config: RewardSection) -> RewardFunction:
 def _pattern_of(row: Mapping[str, Any]) -> re.Pattern[str]:
     if not isinstance(row.get("pattern"), str):
         raise ValueError(
-            f"no reward.pattern is set, and the row has no text in 'pattern' (it has {sorted(row)}): give either"
+            f"no reward.options.pattern is set, and the row has no text in 'pattern' (it has {sorted(row)}): give "
+            "either"
         )
     try:
         return _compiled(row["pattern"])

@@ -6,17 +6,19 @@ or 5xx, refuses connections or loses them, as long as the time of the call allow
 
 import asyncio
 import json
+import os
 import random
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from async_rl.config.reward_section import RewardSection
+from async_rl.config.reward_section import HTTPOptions
+from async_rl.errors import ConfigError
 from async_rl.json_values import as_json
 from async_rl.rewards.base import USED_SHARE
-from async_rl.rewards.service_settings import read_token
 
 FIRST_PAUSE_S = 0.25
 
@@ -43,18 +45,46 @@ class _Unavailable(Exception):
         self.pause_s = pause_s
 
 
+def read_token(options: HTTPOptions) -> str | None:
+    """The bearer token, if one is set.
+
+    Raises:
+        ConfigError: it cannot be read, or is no token.
+    """
+    if options.token_from is None:
+        return None
+    kind, _, place = options.token_from.partition(":")
+    try:
+        token = os.environ[place] if kind == "env" else Path(place).read_text(encoding="utf-8")
+    except KeyError as error:
+        raise ConfigError(
+            f"reward.options.token_from is {options.token_from!r}, but there is no such variable in the "
+            "environment: set it where the trainer is started"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"reward.options.token_from is {options.token_from!r}, which cannot be read: {error}"
+        ) from error
+    token = token.strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise ConfigError(
+            f"reward.options.token_from is {options.token_from!r}, where there is no token: expected one line"
+        )
+    return token
+
+
 class Service:
     """One URL; its methods run on the worker's event loop."""
 
-    def __init__(self, config: RewardSection, url: str) -> None:
+    def __init__(self, url: str, options: HTTPOptions, timeout_s: float) -> None:
         """
         Raises:
             ConfigError: the token cannot be read.
         """
         self.url = url
-        self._timeout_s = config.timeout_s
+        self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"}
-        self._token = read_token(config)
+        self._token = read_token(options)
         if self._token is not None:
             self._headers["Authorization"] = f"Bearer {self._token}"
         self._session: aiohttp.ClientSession | None = None

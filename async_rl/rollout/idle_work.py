@@ -8,11 +8,6 @@ from async_rl.types import WeightVersion
 class IdleWork(Protocol):
     """Work for an idle pool. Its methods run on the producer's event loop."""
 
-    @property
-    def max_delay_s(self) -> float:
-        """How long training waits for it, once the batch is trained; infinite until it has finished."""
-        ...
-
     async def run(self, iteration: int, version: WeightVersion) -> None:
         """Works with the weights in training, until it has finished or `stop` is called.
 
@@ -21,7 +16,7 @@ class IdleWork(Protocol):
         ...
 
     def note_awaited(self) -> None:
-        """The batch is trained: training waits for the work from now on."""
+        """The batch is trained: training waits for the work from now on, until it has finished."""
         ...
 
     async def stop(self) -> None:

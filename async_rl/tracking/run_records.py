@@ -261,7 +261,4 @@ def describe_evaluation(record: Record) -> str:
         return f"{head}{figures}{done} of {total} prompts, {cost}"
     if failed:
         return f"{head}no figures: {failed} of {total} prompts failed, see the trainer's log; {cost}"
-    return (
-        f"{head}NO FIGURES: {done} of {total} prompts were answered within evaluation.max_delay_s; without that key "
-        f"training waits until all are; or lower max_prompts of the set; {cost}"
-    )
+    return f"{head}NO FIGURES: {done} of {total} prompts were answered before training had to go on; {cost}"

@@ -10,7 +10,7 @@ from async_rl.protocol.sender import Forming, Invitations, Score, SenderFacts, S
 from async_rl.weights.nccl_version import UNKNOWN, nccl_version
 from async_rl.weights.rendezvous import Rendezvous, sender_address
 from async_rl.weights.snapshot_store import SnapshotStore
-from async_rl.weights.stream import MakeStream, Stream, TensorSpec, WeightGroup
+from async_rl.weights.stream import BUCKET_BYTES, MakeStream, Stream, TensorSpec, WeightGroup
 
 
 def _no_score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -100,7 +100,7 @@ class WeightSender:
     def send(self, version: str) -> Sent:
         group = self._group
         try:
-            fingerprint = group.send(self._written_too(version), self._config.bucket_bytes)
+            fingerprint = group.send(self._written_too(version), BUCKET_BYTES)
         except PublishError as error:
             # As text, because its traceback would keep the broken group's connections open.
             return Sent(problem=str(error))

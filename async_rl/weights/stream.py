@@ -30,6 +30,9 @@ WINDOW_BYTES = 32 * 2**20
 """In flight at once, in at least two and at most `NUM_IN_FLIGHT` messages. gloo sends a message only when its receiver
 has announced that it is ready, so less would leave a fast link with a long delay idle: this is 10 Gbit/s for 25 ms."""
 
+BUCKET_BYTES = 64 * 2**20
+"""One broadcast carries so many at most: few messages, and little memory beside the weights."""
+
 ALONE_BYTES = 2**20
 """A tensor of this size is sent alone: copying it into a bucket costs more than a message."""
 

@@ -134,7 +134,7 @@ def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) ->
         )
     cluster, ranks = config.cluster, config.trainer.num_local_ranks
     node = _resources(config, workers=ranks, cores=cluster.training_cores)
-    instance = _resources(config, workers=config.inference.tensor_parallel, cores=cluster.instance_cores)
+    instance = _resources(config, workers=config.inference.tensor_parallel)
     grace_s = config.checkpoint.grace_s + 2 * GRACE_S
     fleet_port = config.pool.fleet_port or FLEET_PORT
     if fleet_port == cluster.master_port:
@@ -162,7 +162,7 @@ def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) ->
     )
 
 
-def _resources(config: Config, *, workers: int, cores: int | None) -> Resources:
+def _resources(config: Config, *, workers: int, cores: int | None = None) -> Resources:
     """Without a number of cores: one for each worker, and one more for the process's other work."""
     kind = config.trainer.device
     return Resources(cores or workers + 1, 0 if kind == "cpu" else workers, kind)

@@ -52,14 +52,14 @@ class Restarts:
 
     Attributes:
         limit: `cluster.max_restarts`.
-        first_delay_s: `cluster.restart_delay_s`, which doubles with each restart without progress, up to `MAX_DELAY_S`.
+        first_delay_s: doubles with each restart without progress, up to `MAX_DELAY_S`.
         total: all restarts.
         without_progress: those since the last progress.
         most_trained: the most iterations that were trained at the end of a start.
     """
 
     limit: int
-    first_delay_s: float
+    first_delay_s: float = 1.0
     total: int = 0
     without_progress: int = 0
     most_trained: int = 0

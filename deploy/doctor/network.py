@@ -34,8 +34,6 @@ def _ports(config: Config | None) -> Sequence[tuple[str, str, int]]:
     if config is None:
         return [("cluster launchers' fleet endpoint", "", FLEET_PORT), ("cluster.master_port", "", 29500)]
     ports = [("pool.fleet_port", config.pool.fleet_host, config.pool.fleet_port)]
-    if config.rollout.program != "single_turn":
-        ports.append(("rollout.gateway_port", config.rollout.gateway_host, config.rollout.gateway_port))
     if config.cluster.training_nodes > 1:
         ports.append(("cluster.master_port", "", config.cluster.master_port))
     return [each for each in ports if each[2]]

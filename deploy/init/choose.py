@@ -13,7 +13,7 @@ from async_rl.config.keys import set_dotted
 from async_rl.errors import ConfigError
 from async_rl.forecast.model_sizes import ModelSizes
 from async_rl.forecast.run_forecast import forecast_run
-from async_rl.preflight.first_look import DEFAULT_COLUMN, FirstLook
+from async_rl.preflight.first_look import FirstLook
 from deploy.init.vllm_choice import VllmChoice
 from deploy.local.machine_memory import HostMemory
 from deploy.local.memory_fit import GIB, Capacity, find_misfits
@@ -135,8 +135,6 @@ def _fixed(seen: Seen, run_dir: str, num_parameters: int) -> Iterator[Choice]:
     yield Choice("prompts.source", seen.source, look.seen)
     yield Choice("prompts.prompts_per_batch", num_prompts)
     yield Choice("prompts.max_prompt_tokens", prompt, f"the longest prompt seen has about {seen.prompt_tokens}")
-    if look.column != DEFAULT_COLUMN:
-        yield Choice("prompts.column", look.column)
     if look.columns:
         yield Choice("prompts.columns", dict(look.columns))
     yield Choice("prompts.chat_template", seen.has_chat_template, _template_reason(seen))

@@ -132,7 +132,6 @@ def make_parser() -> Parser:
     parser.add_argument("--index", type=int, required=True, help="of this one")
     parser.add_argument("--instances", required=True, metavar="URL", help="of the service of the instances")
     parser.add_argument("--max-restarts", type=int, required=True)
-    parser.add_argument("--restart-delay-s", type=float, required=True)
     return parser
 
 
@@ -151,7 +150,7 @@ def run(options: Any, command: Sequence[str], signals: Signals) -> int:
     delay_s = 0.0
     if options.index == 0:
         write_launch(run_dir, "kubernetes", (Task(name_of(i), "trainer") for i in range(options.pods)))
-        restarts = Restarts(options.max_restarts, options.restart_delay_s)
+        restarts = Restarts(options.max_restarts)
         try:
             # A pod that was stopped, because another one had failed, has no cause itself.
             causes = (f"{each.name}: {each.cause}" for each in read_launch(run_dir).tasks if each.cause)

@@ -129,7 +129,6 @@ def _training_pod(plan: ClusterPlan, python: str, release: str) -> list[str]:
         "--index": INDEX,
         "--instances": f"http://{release}-instance:{INSTANCE_PORT}",
         "--max-restarts": cluster.max_restarts,
-        "--restart-delay-s": cluster.restart_delay_s,
     }
     words = [str(word) for option in options.items() for word in option]
     return [python, "-m", "deploy.kubernetes.training_pod", *words]

@@ -47,7 +47,7 @@ class Supervisor:
         self._has_left = False
 
         def keep(running: Running, url: str | None, again: tuple[str, ...] = ()) -> KeptProcess:
-            restarts = Restarts(config.cluster.max_restarts, config.cluster.restart_delay_s)
+            restarts = Restarts(config.cluster.max_restarts)
             trained = partial(num_trained, self._run_dir, None if url is None else url.__eq__)
             return KeptProcess(running, deployment.start, restarts, trained, again)
 

@@ -126,7 +126,7 @@ class Supervisor:
                 f"the cluster has not placed {slot.spec.name} within cluster.placement_timeout_s = {timeout_s:g} s: "
                 f"{number} x {_shown(bundle(slot.spec.resources))}{apart}. Free: {self._cluster.free_resources()}. Add "
                 "hosts, end what occupies them, or ask for less (cluster.training_nodes, cluster.training_cores, "
-                "cluster.instance_cores, trainer.num_processes, inference.num_instances, inference.tensor_parallel)"
+                "trainer.num_processes, inference.num_instances, inference.tensor_parallel)"
             )
 
     def _require_instances(self) -> None:
@@ -162,7 +162,7 @@ class Supervisor:
         return name
 
     def _restarts(self) -> Restarts:
-        return Restarts(self._plan.config.cluster.max_restarts, self._plan.config.cluster.restart_delay_s)
+        return Restarts(self._plan.config.cluster.max_restarts)
 
     def _trained(self, _group: Group) -> int:
         return num_trained(self._run_dir)

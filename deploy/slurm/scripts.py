@@ -150,7 +150,6 @@ def _kept(
         "--run-dir": _run_dir(plan),
         "--grace-s": grace_s,
         "--max-restarts": cluster.max_restarts,
-        "--restart-delay-s": cluster.restart_delay_s,
         **(more or {}),
     }
     words = [*_python(plan), *(word for key, value in options.items() for word in (key, str(value)))]

@@ -235,7 +235,6 @@ def make_parser() -> Parser:
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--grace-s", type=float, required=True, help="from the request to end until it is killed")
     parser.add_argument("--max-restarts", type=int, required=True)
-    parser.add_argument("--restart-delay-s", type=float, required=True)
     parser.add_argument("--training-job", help="of an instance: it ends when this job is no longer in the queue")
     return parser
 
@@ -246,7 +245,7 @@ def main(argv: Sequence[str]) -> int:
     run_dir = options.run_dir
     log = log_path(run_dir, options.name)
     process = Process(options.name, options.role, parser.rest, log, grace_s=options.grace_s)
-    restarts = Restarts(options.max_restarts, options.restart_delay_s)
+    restarts = Restarts(options.max_restarts)
     training = TrainingJob(options.training_job) if options.training_job else None
     token = os.environ.get("ASYNC_RL_TOKEN")
     is_over = options.role == TRAINER

@@ -1,6 +1,6 @@
 """A reward that waits: a language model behind an OpenAI-compatible server judges each response.
 
-An answer that is no number raises, and `reward.on_error = "retry"` asks again; see docs/rewards.md.
+An answer that is no number raises, and `reward.max_attempts = 3` asks again; see docs/rewards.md.
 """
 
 import asyncio

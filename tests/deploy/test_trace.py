@@ -1,4 +1,4 @@
-"""`async-rl trace` on files that a run may leave: rotated, half-written, of older releases, or broken."""
+"""`async-rl trace` on files that a run may leave: rotated, half-written, or broken."""
 
 import json
 from pathlib import Path
@@ -68,17 +68,6 @@ def test_what_is_half_written_or_no_record_is_left_out(tmp_path: Path) -> None:
     other = {"iteration": 0, "index": 1, "prompt_id": "1"}
     write(tmp_path / "timeline.jsonl", [group(0, 0, 1.0), other, group(7, 0, 1.0)], "no JSON\n{")
     assert [name for name, *_ in bars(tmp_path, QUEUE_PID)] == ["group 0"], "a group of another replica has no times"
-
-
-def test_a_run_of_an_older_release_is_shown_without_what_it_did_not_record(tmp_path: Path) -> None:
-    old = [{"iteration": iteration, "seconds": 10.0} for iteration in range(2)]
-    write(tmp_path / "metrics.jsonl", old)
-    write(tmp_path / "timeline.jsonl", [group(1, 0, 1.0)])
-    assert bars(tmp_path, TRAINER_PID) == [
-        ("iteration 0", 0.0, 10.0),
-        ("iteration 1", 10.0, 10.0),
-        ("window", 15.0, 3.0),
-    ]
 
 
 @pytest.mark.parametrize(

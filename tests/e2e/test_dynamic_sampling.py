@@ -95,7 +95,7 @@ def test_every_order_and_mode_selects_the_same_groups(make_run: Callable[[str], 
     """By two leaders, each of which selects from its share; one of them is killed."""
     synchronous, completion = make_run("synchronous"), make_run("completion")
     synchronous.train(*ALIKE, "--train.mode=synchronous", "--algorithm.name=reinforce_pp_baseline")
-    completion.start(*ALIKE, "--train.order=completion", "--cluster.restart_delay_s=0.2")
+    completion.start(*ALIKE, "--train.order=completion")
     completion.wait_for_iterations(1)
     completion.ranks()[-1].kill()
     assert completion.finish() == 0, completion.everything_said()

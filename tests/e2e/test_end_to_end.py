@@ -33,7 +33,7 @@ def starved(new_run: Callable[..., Run]) -> tuple[Run, End]:
     run.start(*WITH_A_CRITIC, "--pool.timeout_s=3", "--cluster.max_restarts=0")
     run.wait_for_iterations(1)
     end = run.end_by(run.instances()[0].kill, timeout_s=30)
-    run.start(*WITH_A_CRITIC, "--run.resume=true", "--cluster.restart_delay_s=0.2")
+    run.start(*WITH_A_CRITIC, "--run.resume=true")
     run.wait_for_iterations(max(3, end.num_trained + 1))
     time.sleep(random.uniform(0, 0.3))  # Between two steps of a batch, or wherever it is then.
     run.kill_trainer()

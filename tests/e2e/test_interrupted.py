@@ -67,7 +67,7 @@ def disturbed(new_run: Callable[..., Run]) -> Disturbed:
     """Four starts, each of which goes on where the one before it was ended."""
     run = new_run("disturbed")
     seen = Disturbed(run)
-    resumed = (*SETTINGS_OF_BOTH, "--run.resume=true", "--cluster.restart_delay_s=0.2")
+    resumed = (*SETTINGS_OF_BOTH, "--run.resume=true")
     run.start(*resumed, AT_THE_END)
     lose_a_rank(run)
     lose_an_instance(run, kill_amid_requests)

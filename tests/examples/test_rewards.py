@@ -103,7 +103,7 @@ def test_each_row_of_the_example_chooses_its_parts_and_gets_their_rewards(
     monkeypatch.chdir(EXAMPLES / "rewards")
     tree = tomllib.loads(Path("run.toml").read_text())["reward"]
     port = (tmp_path / "judge.py").read_text().partition("127.0.0.1:")[2].partition("/")[0]
-    tree["parts"][2]["url"] = f"http://127.0.0.1:{port}/v1"
+    tree["parts"][2]["options"]["url"] = f"http://127.0.0.1:{port}/v1"
     parts = RewardSection.model_validate(tree)
     chosen = [labels_of(parts, row) for row in rows_of("rewards")]
     assert chosen == [["math", "format"]] * 2 + [["judge"]] * 2

@@ -146,7 +146,7 @@ def run(folder: Path, *command: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.mark.distributed
 def test_sums_are_trained_on_a_cpu_with_a_random_model(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    prompts = ("--prompts.num_rows", "100", "--prompts.held_out", "4", "--prompts.prompts_per_batch", "2")
+    prompts = ("--prompts.task_options.size", "100", "--prompts.held_out", "4", "--prompts.prompts_per_batch", "2")
     smaller = ("--train.iterations", "2", "--inference.num_instances", "1", *prompts)
     run(
         tmp_path, "deploy.local.run", str(ROOT / "recipes/chain_sum_cpu.toml"), f"--model.path={tiny_model()}", *smaller

@@ -42,7 +42,6 @@ COMMON = {
     "kl_estimator": "k3",
     "kl_in": "loss",
     "entropy_coef": 0.0,
-    "overlong_penalty": 1.0,
     "importance_low": 0.5,
     "importance_high": 2.0,
     "teacher_coef": 1.0,
@@ -71,7 +70,7 @@ class Written:
         for k, reward in enumerate(group.rollouts.rewards):
             if (cache := self["overlong_tokens"]) is not None:
                 over = (MAX_RESPONSE_TOKENS - cache) - group.rollouts.lengths[k]
-                reward += self["overlong_penalty"] * (0 if over >= 0 else max(over / cache, -1))
+                reward += 0 if over >= 0 else max(over / cache, -1)
             if self["kl_in"] == "reward" and self["kl_coef"]:
                 assert group.rollouts.kl is not None
                 reward -= self["kl_coef"] * group.rollouts.kl[k]
@@ -198,10 +197,7 @@ class Written:
     def kl(self, new: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
         gap = new - ref
         estimates = {"k1": gap, "k2": gap**2 / 2, "k3": torch.exp(-gap) - 1 + gap}
-        found, clamp = estimates[self["kl_estimator"]], self["kl_clamp"]
-        if clamp is not None and abs(float(found.detach())) > clamp:
-            return torch.tensor(math.copysign(clamp, float(found.detach())), dtype=torch.float64)
-        return found
+        return estimates[self["kl_estimator"]]
 
     def of_pairs(self) -> torch.Tensor:
         total, num_pairs = torch.zeros((), dtype=torch.float64), 0

@@ -16,11 +16,10 @@ CUTTING_ACROSS: tuple[tuple[dict[str, Any], ...], ...] = (
         {},
         *({"kl_coef": 0.2, "kl_estimator": k, "kl_in": "loss"} for k in ("k1", "k2", "k3")),
         *({"kl_coef": 0.2, "kl_estimator": k, "kl_in": "reward"} for k in ("k1", "k2", "k3")),
-        {"kl_coef": 0.2, "kl_clamp": 0.05},
     ),
     ({}, {"entropy_coef": 0.02}),
     ({}, {"mask_truncated": True}),
-    ({}, {"overlong_tokens": 5, "overlong_penalty": 0.7}),
+    ({}, {"overlong_tokens": 5}),
     (
         {},
         *({"importance": f"{level}_truncate", "importance_high": 1.1} for level in ("token", "sequence")),

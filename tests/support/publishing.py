@@ -105,7 +105,7 @@ class Publishing:
         of_pool = {name: value for name, value in options.items() if name in POOL_OPTIONS}
         of_publish = {name: value for name, value in options.items() if name not in POOL_OPTIONS}
         pool = InferencePool(PoolSection(instances=urls, fleet_port=1, timeout_s=20.0, **of_pool))
-        settings = {"timeout_s": 10.0, "bucket_bytes": 4096, "probe_tokens": 4} | of_publish
+        settings = {"timeout_s": 10.0, "probe_tokens": 4} | of_publish
         config = PublishSection(snapshot_dir=snapshot_dir, **settings)
         admission = Admission(config)
         admission.canary = canary

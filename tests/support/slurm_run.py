@@ -40,7 +40,7 @@ class SlurmRun:
             *(f"--reward.name=python:{self.run.reward}:paced", f"--train.iterations={ITERATIONS}"),
             *("--checkpoint.every=1", "--inference.num_instances=2", "--pool.timeout_s=240"),
             *(f"--pool.fleet_port={fleet_port}", f"--cluster.master_port={master_port}"),
-            *("--cluster.patience_s=300", "--cluster.restart_delay_s=0.5", "--cluster.lease_s=4"),
+            *("--cluster.patience_s=300", "--cluster.lease_s=4"),
         )
 
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:

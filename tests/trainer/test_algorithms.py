@@ -32,7 +32,7 @@ from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
 
 EVERYTHING: dict[str, dict[str, Any]] = {
-    "grpo": {"kl_coef": 0.2, "kl_clamp": 0.3, "old_policy": "model", "importance": "token_mask", "importance_low": 0.9},
+    "grpo": {"kl_coef": 0.2, "old_policy": "model", "importance": "token_mask", "importance_low": 0.9},
     "dr_grpo": {"scale_by_std": "batch", "old_policy": "rollout", "mask_truncated": True},
     "dapo": {"overlong_tokens": 6, "mask_truncated": True, "old_policy": "model"},
     "rloo": {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1", "entropy_coef": 0.05},
@@ -51,7 +51,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
     "dppo": {"old_policy": "rollout", "options": {"delta": 0.005}},
     "maxrl": {"importance": "sequence_mask", "importance_low": 0.95, "importance_high": 1.1},
     "gdpo": {"entropy_coef": 0.05, "mode": "synchronous"},
-    "pf_ppo": {"kl_coef": 0.3, "kl_in": "reward", "kl_clamp": 0.2},
+    "pf_ppo": {"kl_coef": 0.3, "kl_in": "reward"},
     "online_dpo": {"mask_truncated": True},
     "distillation": {"teacher_coef": 0.7, "normalize": "sequence", "old_policy": "model"},
 }

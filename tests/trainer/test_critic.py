@@ -406,10 +406,6 @@ def test_what_a_critic_was_trained_with_must_not_change() -> None:
         "critic.iterations_alone is 3, but was 0",
     ):
         assert line in str(error.value)
-    # Of a release before there were critics.
-    older = run_config("model").model_dump(mode="json")
-    del older["critic"]
-    require_same_run(older, run_config("model"), "iteration-000001")
 
 
 @pytest.mark.nightly

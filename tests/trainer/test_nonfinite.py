@@ -86,19 +86,6 @@ def test_learning_rate_follows_the_iteration_and_not_the_steps_that_were_taken(
     assert rates == pytest.approx([0.25e-2, 0.25e-2, 0.5e-2, 0.5e-2, 0.75e-2, 0.75e-2])
 
 
-def test_fail_ends_the_run_at_the_first_one(
-    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
-) -> None:
-    trainer = make_trainer(tiny_model("qwen3"), on_nonfinite="fail")
-    before = state_of(trainer)
-    accumulate(trainer, ragged_groups, float("inf"))
-    with pytest.raises(
-        NonFiniteGradient, match=r"step 0: the gradient norm is inf; no step was taken \(train\.on_nonf"
-    ):
-        trainer.optimizer_step()
-    assert equal(before, state_of(trainer))
-
-
 def test_too_many_in_a_row_end_the_run_and_one_step_between_them_does_not(
     tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
 ) -> None:

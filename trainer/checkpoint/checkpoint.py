@@ -192,9 +192,8 @@ class Checkpoints:
         if critic is not None:
             self._fill(path, model_tensors(critic.value_model, CRITIC))
             self._fill(path, optimizer_tensors(critic.value_model, critic.optimizer.parameter_states(), CRITIC))
-        # Checkpoints of earlier releases do not have the latter two: their runs never continued after a skip.
-        skipped = content.get("num_skipped", 0), content.get("num_skipped_in_a_row", 0)
-        counts, iteration = StepCounts(content["num_steps"], *skipped), int(content["iteration"])
+        counts = StepCounts(*(content[key] for key in ("num_steps", "num_skipped", "num_skipped_in_a_row")))
+        iteration = int(content["iteration"])
         optimizer.resume(counts, iteration)
         if critic is not None:
             # It takes a step with the policy or none.

@@ -13,6 +13,9 @@ from typing import Any
 
 from async_rl.algorithms import ALGORITHMS
 from async_rl.config.file import parse_config
+from async_rl.config.reward_section import OPTIONS as REWARD_OPTIONS
+from async_rl.config.reward_section import RewardSettings
+from async_rl.config.section import NoOptions
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 
@@ -20,12 +23,12 @@ log = logging.getLogger(__name__)
 
 _DECIDING = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "critic", "train")
 _MAY_CHANGE = {
-    *("train.iterations", "train.epochs", "train.logprob_noise", "train.on_nonfinite", "train.exact"),
-    *("reward.timeout_s", "reward.num_workers", "reward.max_concurrency", "reward.on_error", "reward.max_attempts"),
-    *("reward.token_from", "reward.correct_at"),
+    *("train.iterations", "train.epochs", "train.logprob_noise", "train.exact"),
+    *("reward.timeout_s", "reward.num_workers", "reward.max_concurrency", "reward.max_attempts"),
+    *("reward.options.token_from", "reward.correct_at"),
     "prompts.cache_dir",
     *("rollout.num_workers", "rollout.max_concurrent", "rollout.max_attempts"),
-    *("rollout.gateway_host", "rollout.gateway_port"),
+    "rollout.gateway_host",
     *("optimizer.learning_rate", "optimizer.schedule", "optimizer.min_learning_rate_ratio"),
     "optimizer.warmup_iterations",
     "critic.learning_rate",
@@ -33,10 +36,8 @@ _MAY_CHANGE = {
 _OF_A_START = {"run.dir", "run.resume", "run.accept_changes", "pool.instances"}
 """Others at every start."""
 
-_PLACES = {"prompts.source", "prompts.mixture.source", "reward.name", "reward.rubric", "rollout.program"}
+_PLACES = {"prompts.source", "prompts.mixture.source", "reward.name", "reward.options.rubric", "rollout.program"}
 """Settings that locate contents; they may differ where the contents are known to be the same."""
-
-_RETIRED = {"train.max_logprob_gap", "pool.max_outstanding_tokens", "pool.split_tail"}
 
 _PARTS = "reward.parts."
 
@@ -64,7 +65,8 @@ def deciding_settings(config: Config) -> dict[str, Any]:
     A setting left to a built-in algorithm has the value that this has for it.
     """
     tree = config.model_dump(mode="json")
-    settings = {f"{section}.{key}": value for section in _DECIDING for key, value in tree[section].items()}
+    sections = [section for section in _DECIDING if section != "reward"]
+    settings = {f"{section}.{key}": value for section in sections for key, value in tree[section].items()}
     settings["run.seed"] = config.run.seed
     if not config.algorithm.is_own:
         algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, config.rollout.max_response_tokens)
@@ -73,15 +75,27 @@ def deciding_settings(config: Config) -> dict[str, Any]:
     mixture = settings["prompts.mixture"]
     settings["prompts.mixture"] = [{key: value for key, value in p.items() if key != "source"} for p in mixture]
     settings["prompts.mixture.source"] = [part["source"] for part in mixture]
-    settings["reward.parts"] = list(config.reward.weights)
-    for label, part in zip(config.reward.weights, tree["reward"]["parts"], strict=True):
-        settings |= {f"{_PARTS}{label}.{key}": value for key, value in part.items()}
+    reward = config.reward
+    settings |= _reward_settings("reward.", reward, reward) | {"reward.parts": list(reward.weights)}
+    for part in reward.parts:
+        settings |= _reward_settings(f"{_PARTS}{part.known_as}.", part, reward.single_rewards[part.known_as])
     return {key: value for key, value in settings.items() if _setting(key) not in _MAY_CHANGE}
+
+
+def _reward_settings(prefix: str, reward: RewardSettings, alone: RewardSettings) -> dict[str, Any]:
+    """Of a reward or a part of it, which `alone` is with what it takes over, and the options of its kind one by one."""
+    kind = None if alone.name is None else REWARD_OPTIONS.get(alone.name, NoOptions)
+    options = {} if kind is None else alone.read_options(kind).model_dump(mode="json")
+    settings = reward.model_dump(mode="json", exclude={"options"}) | {f"options.{k}": v for k, v in options.items()}
+    return {prefix + key: value for key, value in settings.items()}
 
 
 def _setting(key: str) -> str:
     """A part of the reward has the settings of a reward."""
-    return f"reward.{key.rpartition('.')[2]}" if key.startswith(_PARTS) else key
+    if not key.startswith(_PARTS):
+        return key
+    label, _, name = key.rpartition(".")
+    return f"reward.options.{name}" if label.endswith(".options") else f"reward.{name}"
 
 
 def require_same_run(
@@ -94,14 +108,13 @@ def require_same_run(
     """Checks that a checkpoint with the config `saved` (as JSON) is one of a run with `config`.
 
     Args:
-        saved_contents: the run's contents when it was saved, as JSON; None in a checkpoint of an older release: then no
-            contents are compared.
+        saved_contents: the run's contents when it was saved, as JSON; without them, settings alone are compared.
         contents: the run's contents now.
 
     Raises:
         ConfigError: it is not one, and `run.accept_changes` is not set; names everything that differs.
     """
-    before = deciding_settings(parse_config(_without_retired(saved), source=f"the config in checkpoint {checkpoint!r}"))
+    before = deciding_settings(parse_config(saved, source=f"the config in checkpoint {checkpoint!r}"))
     now = deciding_settings(config)
     _say_what_may_change(saved, config)
     differing: list[str] = []
@@ -165,12 +178,3 @@ def _place_of_algorithm(before: Mapping[str, Any], now: Contents) -> set[str]:
 def _span(digests: Mapping[str, str]) -> str:
     stretches = list(digests)
     return f"{stretches[0].split()[0]} to {stretches[-1].split()[-1]} ({len(stretches)} stretches)"
-
-
-def _without_retired(saved: dict[str, Any]) -> dict[str, Any]:
-    """Drops the settings of older releases that did not affect the results."""
-    return saved | {
-        name: {key: value for key, value in saved[name].items() if f"{name}.{key}" not in _RETIRED}
-        for name in ("train", "pool")
-        if name in saved
-    }

@@ -83,7 +83,6 @@ class PolicyOptimizer:
         self._section = section
         self._schedule = LearningRate(section, train.num_iterations, num_held)
         self._steps_per_iteration = train.steps_per_batch
-        self._on_nonfinite = train.on_nonfinite
         self._optimizer = _make_adam(section, policy, distributed)
         self._counts = StepCounts()
         self._resumed_at = 0
@@ -125,19 +124,14 @@ class PolicyOptimizer:
         """Leaves weights and moments unchanged; the learning rate schedule advances.
 
         Raises:
-            NonFiniteGradient: `train.on_nonfinite` is "fail", or too many steps in a row were skipped.
+            NonFiniteGradient: too many steps in a row were skipped.
         """
         problem = f"step {self._counts.all}: the gradient norm is {grad_norm}; no step was taken"
         self._optimizer.zero_grad()
-        if self._on_nonfinite == "fail":
-            raise NonFiniteGradient(
-                f"{problem} (train.on_nonfinite is 'fail'): lower optimizer.learning_rate, scale rewards that are as "
-                "large as 1e15, or set it to 'skip'"
-            )
         if self._counts.skipped_in_a_row == MAX_SKIPS_IN_A_ROW:
             raise NonFiniteGradient(
-                f"{problem}, nor on the {MAX_SKIPS_IN_A_ROW} before it: the weights themselves give such gradients; go "
-                "on from an earlier checkpoint with a lower optimizer.learning_rate"
+                f"{problem}, nor on the {MAX_SKIPS_IN_A_ROW} before it: the weights themselves give such gradients, "
+                "or rewards as large as 1e15: go on from an earlier checkpoint with a lower optimizer.learning_rate"
             )
         self._counts = StepCounts(self._counts.taken, self._counts.skipped + 1, self._counts.skipped_in_a_row + 1)
 

@@ -131,7 +131,7 @@ def test_one_rollout_per_prompt_is_enough_for_algorithms_that_do_not_compare() -
 UNUSED = [(name, key) for name, made in ALGORITHMS.items() for key in made.UNUSED]
 VALUES: dict[str, Any] = {
     **dict.fromkeys(("clip_low", "clip_high", "kl_coef", "entropy_coef"), 0.1),
-    **dict.fromkeys(("kl_clamp", "importance_low", "teacher_coef", "overlong_penalty"), 0.1),
+    **dict.fromkeys(("importance_low", "teacher_coef"), 0.1),
     "teacher": "t",
     "importance": "token_mask",
     "importance_high": 3.0,

@@ -2,17 +2,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from pydantic.fields import FieldInfo
 
-from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.file import load_config
-from async_rl.config.keys import as_toml, kinds_of
-from async_rl.config.prompts_section import MixturePart
-from async_rl.config.section import Section
+from async_rl.config.keys import kinds_of
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.protocol.inference import InitInfo
-from tests.support import ROOT
 from tests.support.minimal_config import MINIMAL
 
 
@@ -155,31 +150,6 @@ def test_truncated_sampling_of_an_evaluation_set_has_bounds(config_file: Path, s
         load_config(config_file)
 
 
-GUIDE = ROOT / "docs" / "configuration.md"
-
-
-def row(name: str, setting: FieldInfo) -> str:
-    """A key's row of the guide."""
-    default = setting.get_default(call_default_factory=True)
-    shown = "required" if setting.is_required() else f"`{as_toml(default)}`"
-    return f"| `{name}` | {shown} | {setting.description} |"
-
-
-def test_the_configuration_guide_names_every_key_with_its_default_and_meaning() -> None:
-    guide = GUIDE.read_text()
-    for section, field in Config.model_fields.items():
-        assert field.annotation is not None
-        for key, setting in field.annotation.model_fields.items():
-            assert row(f"{section}.{key}", setting) in guide
-
-
-@pytest.mark.parametrize(("table", "model"), [("evaluation.sets", EvaluationSet), ("prompts.mixture", MixturePart)])
-def test_the_configuration_guide_names_every_key_of_a_table_in_a_list(table: str, model: type[Section]) -> None:
-    part = GUIDE.read_text().split(f"## [[{table}]]")[1].split("\n## ")[0]
-    for key, setting in model.model_fields.items():
-        assert row(key, setting) in part
-
-
 NUMBERS = {
     f"{section}.{name}": kinds_of(field.annotation)
     for section, of in Config.model_fields.items()
@@ -230,15 +200,3 @@ def test_texts_have_no_zero_character(config_file: Path, name: str) -> None:
 def test_an_argument_of_an_engine_has_no_zero_character(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"inference\.engine_options\.0: String should match"):
         load_config(config_file, ["--inference.engine=vllm", '--inference.engine_options=["\\u0000"]'])
-
-
-def test_gateways_of_one_host_have_ports_of_their_own(config_file: Path) -> None:
-    program = ["--rollout.program=python:x.py:rollout", "--rollout.gateway_port=9000"]
-    assert load_config(config_file, program).rollout.gateway_port == 9000
-    with pytest.raises(ConfigError, match=r"gateway_port is 9000, but there are 2 replicas on a host"):
-        load_config(config_file, [*program, "--trainer.num_processes=2"])
-    with pytest.raises(ConfigError, match=r"gateway_port and pool\.fleet_port are both 9000"):
-        load_config(config_file, [*program, "--pool.fleet_port=9000"])
-    two_hosts = [*program, "--cluster.training_nodes=2", "--trainer.num_processes=1"]
-    assert load_config(config_file, two_hosts).rollout.gateway_port == 9000
-    assert load_config(config_file, ["--rollout.gateway_port=9000", "--trainer.num_processes=2"])

@@ -24,7 +24,10 @@ from tests.support.minimal_config import MINIMAL
         ("[[prompts.mixture]]\nname = 'a'\n[[prompts.mixture]]\nname = 'b'", {"prompts.mixture": 1}),
         ('[ "run" ]\n"dir" = \'x\'', {"run.dir": 2}),
         ("[run]\r\ndir = 'a'\r\nseed = 1\r\n", {"run.dir": 2, "run.seed": 3}),
-        ("[prompts]\nsystem_prompt = 'a\u2028b\x85c'\ncolumn = 'x'", {"prompts.system_prompt": 2, "prompts.column": 3}),
+        (
+            "[prompts]\nsystem_prompt = 'a\u2028b\x85c'\npass_over = 3",
+            {"prompts.system_prompt": 2, "prompts.pass_over": 3},
+        ),
         ("", {}),
     ],
 )
@@ -69,7 +72,7 @@ def test_every_key_has_a_source(tmp_path: Path) -> None:
         ),
         ("cluster.slurm_options", ("--export=ALL,API_KEY=k,X=1",), [f"--export=ALL,API_KEY={MASK},X=1"]),
         (
-            "reward.url",
+            "reward.options.url",
             "http://host/x?token=k&size=2&api_key=l&sig=m",
             f"http://host/x?token={MASK}&size=2&api_key={MASK}&sig={MASK}",
         ),
@@ -80,7 +83,8 @@ def test_every_key_has_a_source(tmp_path: Path) -> None:
         ),
         ("prompts.columns", {"answer": "last_token", "prompt": "a token, b"}, None),
         ("ASYNC_RL_TOKEN", "k", MASK),
-        ("reward.token_from", "env:JUDGE_TOKEN", "env:JUDGE_TOKEN"),
+        ("reward.options", {"token_from": "env:A_TOKEN", "url": "x"}, {"token_from": "env:A_TOKEN", "url": "x"}),
+        ("reward.options", {"token_from": "hidden"}, {"token_from": MASK}),
         ("rollout.max_response_tokens", 512, 512),
         ("rollout.stop_token_ids", (1, 2), [1, 2]),
         ("critic.path", None, None),
@@ -94,13 +98,13 @@ def test_every_key_has_a_source(tmp_path: Path) -> None:
         ("rollout.program", "command:x -H X-Api-Key:hidden", f"command:x -H X-Api-Key:{MASK}"),
         ("prompts.system_prompt", "The secret of authorization is a password.", None),
         (
-            "reward.url",
+            "reward.options.url",
             "https://h/x?sas_key=k&X-Amz-Signature=s&n=2",
             f"https://h/x?sas_key={MASK}&X-Amz-Signature={MASK}&n=2",
         ),
-        ("reward.url", "https://h/x?access_token_v2=k", f"https://h/x?access_token_v2={MASK}"),
+        ("reward.options.url", "https://h/x?access_token_v2=k", f"https://h/x?access_token_v2={MASK}"),
         ("rollout.program", "command:x HF_TOKEN_PATH=/x MY_TOKEN_X=k", f"command:x HF_TOKEN_PATH=/x MY_TOKEN_X={MASK}"),
-        ("reward.url", "me:hidden@host/v1", f"{MASK}@host/v1"),
+        ("reward.options.url", "me:hidden@host/v1", f"{MASK}@host/v1"),
         ("pool.instances", ("me:hidden@host:1", "http://host:2"), [f"{MASK}@host:1", "http://host:2"]),
         *((name, "hidden", MASK) for name in ("AUTH_TOKEN_2", "password1", "secret_key_base", "client_secret_json")),
         *((name, "hidden", MASK) for name in ("OPENAI_KEY", "DB_PASS", "MY_TOKEN_X", "AWS_ACCESS_KEY_ID")),
@@ -118,14 +122,14 @@ def test_what_looks_like_a_secret_is_masked(name: str, value: object, shown: obj
 def test_errors_of_a_config_quote_no_secret(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(
-        MINIMAL.replace('name = "math"', 'name = "http"\nurl = "http://me:hidden@host/x?token=hidden"')
+        MINIMAL.replace('name = "math"', 'name = "http"\noptions.url = "http://me:hidden@host/x?token=hidden"')
         + '[inference]\nengine_options = ["--api-key", "hidden", "--token=hidden", "--x={\\"token\\":\\"hidden\\"}"]\n'
         + '[cluster.env]\nAPI_KEY = ["hidden"]\n'
     )
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["--run.api_key=hidden"])
     said = str(caught.value)
-    assert "hidden" not in said and "run.api_key" in said and "reward.url" in said and "cluster.env.API_KEY" in said
+    assert "hidden" not in said and "run.api_key" in said and "cluster.env.API_KEY" in said
     path.write_text(path.read_text().replace("me:hidden@", "").partition("[cluster.env]")[0])
     with pytest.raises(ConfigError, match=r"'--api-key', '\*\*\*', '--token=\*\*\*'") as caught:
         load_config(path)

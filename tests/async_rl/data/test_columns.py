@@ -86,7 +86,6 @@ def test_published_formats_need_no_columns(
 
 def test_columns_of_the_config_win(tmp_path: Path) -> None:
     source = write(tmp_path, ROWS["GSM8K"])
-    assert load(source, column="question")["0"].row == ROWS["GSM8K"][0]
     mapped = load(source, columns={"prompt": "question", "hint": "answer"})["0"].row
     assert mapped == ROWS["GSM8K"][0] | {"prompt": "1 2", "hint": ROWS["GSM8K"][0]["answer"]}
     swapped = load(write(tmp_path, ROWS["MATH-500"]), columns={"prompt": "answer", "answer": "problem"})["1"]
@@ -144,7 +143,6 @@ def test_values_without_meaning_are_named(
     ("prompts", "fault"),
     [
         ({"columns": {"temperature": "t"}}, "trainer divides all logits by rollout.temperature"),
-        ({"columns": {"prompt": "a"}, "column": "b"}, "remove one of them"),
         ({"source": None}, "neither is set"),
         ({"mixture": [{"name": "a", "source": "a.jsonl"}]}, "both are set"),
         ({"held_out": 1.5}, "a share below 1, or a whole number"),

@@ -84,12 +84,12 @@ def test_chat_template_renders_text_and_messages(tmp_path: Path, tokenizer: PreT
 def test_parquet_rows_are_read(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"problem": ["ab", "cd"], "answer": [1, 2]}), path)
-    source = PromptSource.load(section(path, column="problem", prompts_per_batch=2), tokenizer, seed=0)
+    source = PromptSource.load(section(path, columns={"prompt": "problem"}, prompts_per_batch=2), tokenizer, seed=0)
     assert {p.row["answer"] for p in source.batch(0).prompts.values()} == {1, 2}
 
 
 def test_reasoning_gym_task_gives_rows_that_can_be_scored_and_survive_json(tokenizer: PreTrainedTokenizerBase) -> None:
-    config = section("reasoning-gym:spell_backward", num_rows=20, task_options={"min_word_len": 5})
+    config = section("reasoning-gym:spell_backward", task_options={"size": 20, "min_word_len": 5})
     source = PromptSource.load(config, tokenizer, seed=7)
     assert len(source) == 20
     row = source.batch(0).prompts[0].row
@@ -115,8 +115,8 @@ def test_long_prompts_are_reported_and_left_out(
     [
         ({"max_prompt_tokens": 3}, "none is left"),
         ({"prompts_per_batch": 11}, "10 prompts are left for prompts.prompts_per_batch = 11"),
-        ({"column": "question"}, "row 0: no value in column 'question'.*'answer', 'prompt'"),
-        ({"column": "answer"}, "row 0: column 'answer' is int, expected text"),
+        ({"columns": {"prompt": "question"}}, "row 0: no value in column 'question'.*'answer', 'prompt'"),
+        ({"columns": {"prompt": "answer"}}, "row 0: column 'answer' is int, expected text"),
         ({"system_prompt": "x"}, "prompts.chat_template = false leaves no place"),
     ],
 )

@@ -11,7 +11,7 @@ from async_rl.config.evaluation_section import EvaluationSection, EvaluationSet
 from async_rl.config.pool_section import PoolSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.errors import RolloutFailed
+from async_rl.errors import RolloutFailed, RunStopped
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.recorder import SetResult
@@ -66,7 +66,7 @@ class Stage:
         def report(results: Sequence[SetResult]) -> None:
             self.results.append(list(results))
 
-        config = EvaluationSection(**{"every": 1, "max_delay_s": 0.2, **section})
+        config = EvaluationSection(**{"every": 1, **section})
         return Evaluator(self.pool, self._sampler, sets, config, report)
 
     def producer(self, evaluator: Evaluator) -> Producer:
@@ -274,6 +274,9 @@ def test_stopping_what_never_ran_returns_at_once(instances, make_stage) -> None:
 def test_the_pool_is_evaluated_with_after_the_last_group_of_a_batch_and_free_before_the_next_publish(
     instances, make_stage
 ) -> None:
+    def watch() -> None:
+        raise RunStopped("it is told to end before the slow prompt is done")
+
     (instance,) = instances({"delay_s": 0.1})
     stage = make_stage(instance)
     producer = stage.producer(stage.evaluator(a_set("words", 3), a_set("sums", 1, slow=(0,))))
@@ -284,6 +287,7 @@ def test_the_pool_is_evaluated_with_after_the_last_group_of_a_batch_and_free_bef
         while len(groups) < 4:
             groups += run.ready(wait=True)
         wait_for(lambda: len(stage.scored) == 3)
+        producer.watch = watch
     assert stage.pool.is_idle
     assert [(result.set, result.num_prompts) for result in stage.results[0]] == [("words", 3), ("sums", 0)]
     asked = places(instance)
@@ -294,8 +298,9 @@ def test_a_batch_that_is_left_early_is_not_evaluated(instances, make_stage) -> N
     (instance,) = instances({"delay_s": 0.5})
     stage = make_stage(instance)
     producer = stage.producer(stage.evaluator(a_set("words", 3)))
-    with producer.start(Batch(0, {0: Prompt("0", (3, 40), {"reward": 1.0})}), "v1"):
+    with pytest.raises(ValueError), producer.start(Batch(0, {0: Prompt("0", (3, 40), {"reward": 1.0})}), "v1"):
         wait_for(lambda: len(places(instance)) == 1)
+        raise ValueError
     assert stage.results == [] and stage.pool.is_idle
     producer.close()
     assert places(instance) == [30]

@@ -31,9 +31,13 @@ def section(*sets: dict[str, Any]) -> EvaluationSection:
 
 
 def test_prompts_of_a_set_are_rendered_as_those_that_are_trained_on(rows: Path, tokenizer: Any) -> None:
-    prompts = PromptsSection(source="train.jsonl", prompts_per_batch=64, column="ask", system_prompt="Spell.")
+    prompts = PromptsSection(
+        source="train.jsonl", prompts_per_batch=4, columns={"prompt": "ask"}, system_prompt="Spell."
+    )
     (loaded,) = load_sets(section({"name": "words", "source": str(rows), "max_prompts": 3}), prompts, tokenizer, 0)
-    assert [prompt.row for prompt in loaded.prompts] == [{"ask": f"Word {i}"} for i in range(3)]
+    assert [prompt.row for prompt in loaded.prompts] == [
+        dict.fromkeys(("ask", "prompt"), f"Word {i}") for i in range(3)
+    ]
     text = tokenizer.decode(list(loaded.prompts[1].token_ids))
     assert text == "system: Spell.\nuser: Word 1\n"
 
@@ -43,8 +47,7 @@ def test_rows_of_a_task_are_not_those_that_are_trained_on(tokenizer: Any) -> Non
     prompts = PromptsSection(
         source="reasoning-gym:spell_backward",
         prompts_per_batch=1,
-        num_rows=20,
-        task_options={"min_word_len": 9, "seed": 3},
+        task_options={"size": 20, "min_word_len": 9, "seed": 3},
     )
     (loaded,) = load_sets(section({"name": "words", "source": prompts.source}), prompts, tokenizer, 3)
     trained = {prompt.row["question"] for prompt in load_prompts(prompts, tokenizer, 3)}
@@ -64,7 +67,7 @@ def test_a_set_that_cannot_be_read_is_named(rows: Path, tokenizer: Any) -> None:
 
 
 def test_two_sets_of_one_name_are_refused(rows: Path, tokenizer: Any) -> None:
-    prompts = PromptsSection(source="train.jsonl", prompts_per_batch=1, column="ask")
+    prompts = PromptsSection(source="train.jsonl", prompts_per_batch=1, columns={"prompt": "ask"})
     twice = section({"name": "words", "source": str(rows)}, {"name": "words", "source": str(rows)})
     with pytest.raises(ConfigError, match=r"the names \['words', 'words'\]: give each a name of its own"):
         load_sets(twice, prompts, tokenizer, 0)

@@ -1,7 +1,6 @@
 """How long training waits for an evaluation, on a clock that jumps: no instance, no process."""
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -46,7 +45,6 @@ class _Sampler:
 @dataclass
 class Stage:
     num_prompts: int
-    max_delay_s: float = math.inf
     every: int = 1
     pool: _Pool = field(default_factory=_Pool)
     sampler: _Sampler = field(default_factory=_Sampler)
@@ -55,14 +53,9 @@ class Stage:
     def evaluator(self) -> Evaluator:
         prompts = tuple(Prompt(str(i), (3, i), {}) for i in range(self.num_prompts))
         loaded = LoadedSet(EvaluationSet(name="words", source="x.jsonl"), prompts)
-        section = EvaluationSection(every=self.every, max_delay_s=self.max_delay_s)
+        section = EvaluationSection(every=self.every)
         pool, sampler = cast(Any, self.pool), cast(Any, self.sampler)
         return Evaluator(pool, sampler, [loaded], section, self.results.extend)
-
-
-def test_by_default_training_waits_until_an_evaluation_is_complete() -> None:
-    assert EvaluationSection().max_delay_s == math.inf
-    assert EvaluationSection(max_delay_s=math.inf).model_dump(mode="json")["max_delay_s"] == "inf"
 
 
 def test_an_evaluation_that_training_waits_for_begins_more_prompts_and_tells_what_it_cost() -> None:
@@ -101,14 +94,14 @@ def test_a_pool_that_stays_busy_is_left_alone_until_training_waits() -> None:
 
 
 def test_what_is_left_is_cancelled_and_said_to_be_without_figures() -> None:
-    stage = Stage(2 * AT_ONCE, max_delay_s=PROMPT_S)
+    stage = Stage(2 * AT_ONCE)
 
     async def scenario() -> None:
         evaluator = stage.evaluator()
         running = asyncio.create_task(evaluator.run(0, "v1"))
         await asyncio.sleep(1)
         evaluator.note_awaited()
-        await asyncio.wait({running}, timeout=evaluator.max_delay_s)
+        await asyncio.wait({running}, timeout=PROMPT_S)
         await evaluator.stop()
         await running
 

@@ -98,11 +98,13 @@ def test_tests_of_code_need_a_sandbox_and_time_for_one_in_each_response(monkeypa
     [
         ({"name": "bleu"}, r"reward\.name is 'bleu': expected math, multiple_choice, .* or python:"),
         ({"name": "python:none.py:score"}, r"there is no file 'none\.py'"),
-        ({"name": "http"}, "needs a service: set reward.url"),
-        ({"name": "http", "url": "http://127.0.0.1:1", "token_from": "file:/none"}, "which cannot be read"),
-        ({"name": "judge", "url": "http://127.0.0.1:1", "rubric": "{response}"}, "needs a model"),
+        ({"name": "http"}, r"reward\.options\.url: it is missing"),
         (
-            {"name": "judge", "url": "http://127.0.0.1:1", "model": "m", "rubric": "none.txt"},
+            {"name": "http", "options": {"url": "http://127.0.0.1:1", "token_from": "file:/none"}},
+            "which cannot be read",
+        ),
+        (
+            {"name": "judge", "options": {"url": "http://127.0.0.1:1", "model": "m", "rubric": "none.txt"}},
             "'none.txt': it is no text",
         ),
     ],
@@ -121,11 +123,11 @@ def test_each_part_is_checked_and_named(part: dict[str, Any], message: str) -> N
 def test_a_service_that_cannot_be_reached_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}/rm"
-        require_reward(RewardSection(name="http", url=url))
+        require_reward(RewardSection(name="http", options={"url": url}))
     assert not caplog.text
     for bad in (url, "https://no-such-host.invalid"):
-        require_reward(RewardSection(name="http", url=bad))
-        assert f"reward.url is '{bad}', which cannot be reached from here" in caplog.text
+        require_reward(RewardSection(name="http", options={"url": bad}))
+        assert f"reward.options.url is '{bad}', which cannot be reached from here" in caplog.text
 
 
 def test_tests_of_code_as_a_part_need_time_too() -> None:
@@ -209,7 +211,7 @@ def test_a_mixtures_part_needs_the_answers_of_its_own_rewards_alone(
         {"name": "bare", "source": str(bare), "reward": of_part},
     ]
     tree["prompts"] = {"prompts_per_batch": 2, "chat_template": False, "mixture": mixture}
-    tree["reward"] = {"parts": [{"name": "exact"}, {"name": "regex", "pattern": "x"}], "column": column}
+    tree["reward"] = {"parts": [{"name": "exact"}, {"name": "regex"}], "column": column}
     config = Config.model_validate(tree)
     if not is_refused:
         require_answers(config, trains=True)

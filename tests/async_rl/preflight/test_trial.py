@@ -92,7 +92,7 @@ def test_only_parts_that_score_the_row_are_called_and_no_service_is(workplace: P
     parts = [
         {"name": "python:reward.py:score", "label": "mine"},
         {"name": "python:reward.py:broken", "label": "other"},
-        {"name": "http", "url": "http://127.0.0.1:9"},
+        {"name": "http", "options": {"url": "http://127.0.0.1:9"}},
     ]
     reward: dict[str, object] = {"name": None, "parts": parts, "column": "kind"}
     rows = [lines(*[{**ROW, "kind": kind}] * 6) for kind in (["mine", "http"], ["mine", "other"])]

@@ -42,7 +42,7 @@ VALUES = {
     "train.iterations": st.integers(1, 10**6),
     "prompts.chat_template": st.booleans(),
     "prompts.system_prompt": st.text(min_size=1).filter(lambda text: "\0" not in text),
-    "prompts.column": st.sampled_from(["a b", "--column", "-x", "true", "4", "--", "a=b", "[run]", '"quoted"']),
+    "tracking.project": st.sampled_from(["a b", "--column", "-x", "true", "4", "--", "a=b", "[run]", '"quoted"']),
     "optimizer.learning_rate": st.floats(1e-9, 1.0),
     "rollout.stop_token_ids": st.lists(st.integers(-5, 99), max_size=3),
     "pool.instances": st.just([]),

@@ -9,10 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from async_rl.config.file import parse_config
-from async_rl.config.sections import Config
 from async_rl.config.train_section import TrainSection
-from async_rl.errors import ConfigError
 from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits, Unit, noise_limits, noise_scale, rank_sigmas
 from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
 from trainer.logprob_gaps import sums_of
@@ -152,19 +149,3 @@ def test_in_exact_mode_the_smallest_difference_of_one_token_is_a_violation() -> 
     (message,) = limits.excesses("all", sums_of(gaps, limits.clip))
     assert "differ by up to 5.96e-08 nats among 255 tokens" in message and "--exact" in message
     assert NoiseLimits(limits.noise).excesses("all", sums_of(gaps, limits.clip)) == []
-
-
-def test_the_old_setting_is_refused_and_its_replacement_named() -> None:
-    tree = {
-        "run": {"dir": "x"},
-        "model": {"path": "m"},
-        "prompts": {"source": "p.jsonl", "prompts_per_batch": 1},
-        "reward": {"name": "math"},
-        "train": {"iterations": 1, "max_logprob_gap": 0.5},
-    }
-    with pytest.raises(
-        ConfigError, match=r"train\.max_logprob_gap \(value 0\.5\) is no setting .* train\.logprob_noise"
-    ):
-        parse_config(tree, "run.toml")
-    del tree["train"]["max_logprob_gap"]
-    assert isinstance(parse_config(tree, "run.toml"), Config)

@@ -85,10 +85,10 @@ def test_one_token_is_enough_to_find_an_engine_out(bad: float, place: int, whose
         members[1]: make_response((4, 5, 6), logprobs=mine),
     }
     scores = {(1, 2, 3): [-1.4, -2.0, -3.4], (4, 5, 6): theirs}
-    failures = probe_of(max_probe_gap=0.5).judge(answers, lambda prompt, tokens: [scores[each] for each in tokens])
+    failures = probe_of().judge(answers, lambda prompt, tokens: [scores[each] for each in tokens])
     assert list(failures) == [members[1]]
     assert f"http://wrong:1 gives token {place} of the probe" in str(failures[members[1]])
-    assert "publish.max_probe_gap = 0.5" in str(failures[members[1]])
+    assert "more than 0.5 apart" in str(failures[members[1]])
 
 
 def test_answers_that_are_the_same_are_scored_once_and_none_are_not_scored() -> None:

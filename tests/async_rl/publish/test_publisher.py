@@ -186,7 +186,7 @@ def test_instance_that_never_recovers_is_given_up(well, make_publisher) -> None:
 @pytest.mark.parametrize("last", ["form", "wait_formed", "wait_accepted", "send"])
 def test_a_sender_whose_producer_is_lost_amid_a_publish_serves_the_next_one(well, make_publisher, last: str) -> None:
     """With instances that wait for a group, for the rest of a stream, or to have it compared."""
-    config = PublishSection(timeout_s=10.0, bucket_bytes=4096)
+    config = PublishSection(timeout_s=10.0)
     with closing(WeightSender(WeightSource(SPECS, stream), config, "run")) as sender:
 
         def call(name: str, arguments: list[Any]) -> Any:

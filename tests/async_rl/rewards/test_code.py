@@ -19,7 +19,9 @@ TIMEOUT_S = 4.0
 def score_at_once() -> Iterator[Callable[..., list[list[float]]]]:
     """`score_at_once((row, code, ...), ...)`: the rewards of responses with this code for each row, by workers."""
     loop = EventLoopThread()
-    reward = make_reward(RewardSection(name="code", test_timeout_s=TIMEOUT_S, timeout_s=200, num_workers=3))
+    reward = make_reward(
+        RewardSection(name="code", options={"test_timeout_s": TIMEOUT_S}, timeout_s=200, num_workers=3)
+    )
     loop.run(reward.start())
     assert reward.correct_at == 1.0
 
@@ -171,7 +173,7 @@ def test_one_response_cannot_reach_the_next(score: Callable[..., list[float]]) -
 @pytest.mark.distributed
 def test_tests_that_have_no_time_left_fail_and_the_call_ends_in_time() -> None:
     loop = EventLoopThread()
-    reward = make_reward(RewardSection(name="code", test_timeout_s=1.0, timeout_s=12.0))
+    reward = make_reward(RewardSection(name="code", options={"test_timeout_s": 1.0}, timeout_s=12.0))
     try:
         loop.run(reward.start())
         row = {"tests": {"inputs": ["1 2"] * 12, "outputs": ["3"] * 12}}
@@ -208,7 +210,7 @@ def f(x):
 @pytest.mark.distributed
 def test_an_answer_that_takes_long_to_read_takes_no_more_than_the_calls_time() -> None:
     loop = EventLoopThread()
-    reward = make_reward(RewardSection(name="code", test_timeout_s=4.0, timeout_s=8.0))
+    reward = make_reward(RewardSection(name="code", options={"test_timeout_s": 4.0}, timeout_s=8.0))
     try:
         loop.run(reward.start())
         row = {"tests": {"fn_name": "f", "inputs": [[1]] * 9, "outputs": [3] * 9}}

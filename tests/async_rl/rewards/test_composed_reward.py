@@ -77,10 +77,15 @@ def test_the_total_is_the_weighted_sum_of_the_parts_a_row_names(
             column="reward",
             timeout_s=20,
             parts=[
-                {"name": "regex", "pattern": "x.*", "weight": -0.5, "label": "format"},
+                {"name": "regex", "options": {"pattern": "x.*"}, "weight": -0.5, "label": "format"},
                 {"name": "exact"},
-                {"name": "http", "url": service.url, "token_from": "env:RM_TOKEN", "weight": 2, "label": "model"},
-                {"name": f"python:{tmp_path}/mine.py:flaky", "label": "mine", "on_error": "retry"},
+                {
+                    "name": "http",
+                    "options": {"url": service.url, "token_from": "env:RM_TOKEN"},
+                    "weight": 2,
+                    "label": "model",
+                },
+                {"name": f"python:{tmp_path}/mine.py:flaky", "label": "mine", "max_attempts": 3},
             ],
         )
         row: dict[str, Any] = {"answer": "xy", "log": str(tmp_path / "log"), "good_from": 2}
@@ -145,8 +150,8 @@ def test_calls_of_a_judge_are_limited_by_their_requests(started: Callable[..., R
     """Eight groups of 4 with 6 requests at once: one group at a time, each within its own time, of 4 s together."""
     said = {"choices": [{"message": {"content": "1"}}]}
     with running(JsonService(lambda body: said, delay_s=0.5)) as service:
-        options = {"url": service.url, "model": "m", "rubric": "{response}", "max_concurrency": 6, "timeout_s": 3.9}
-        reward = started(name="judge", **options)
+        options = {"url": service.url, "model": "m", "rubric": "{response}"}
+        reward = started(name="judge", options=options, max_concurrency=6, timeout_s=3.9)
         calls = [loop.submit(reward.score(Prompt(f"row{i}", (3,), {}), text_responses("a") * 4)) for i in range(8)]
         assert [call.result(30).rewards for call in calls] == [(1.0,) * 4] * 8
         assert service.most_at_once == 4

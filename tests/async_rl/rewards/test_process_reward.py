@@ -293,7 +293,7 @@ def flaky(tmp_path: Path, loop: EventLoopThread) -> Iterator[Callable[..., Rewar
 def test_retry_makes_a_failed_call_again_so_often_and_no_more(
     flaky: Callable[..., Reward], loop: EventLoopThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reward = flaky("flaky", on_error="retry", max_attempts=3)
+    reward = flaky("flaky", max_attempts=3)
     third = Prompt("row7", (3,), {"file": str(tmp_path / "third"), "good_from": 3})
     assert loop.run(reward.score(third, RESPONSES)).rewards == (3.0, 3.0)
     assert "prompt row7, attempt 2 of 3 failed" in caplog.text and "the judge is away, time 2" in caplog.text

@@ -57,7 +57,7 @@ def test_only_rows_that_math_scores_are_looked_at(tmp_path: Path) -> None:
     assert check.fault_of({"answer": "####", "kind": "m"}, ("e",)) is None
     assert check.fault_of({"answer": {}, "kind": "e"}, ()) is not None
     assert check.fault_of({"answer": "####"}, ()) is None, "what it lacks is said where it is used"
-    assert answer_check(RewardSection(name="regex", pattern="a")) is NO_CHECK
+    assert answer_check(RewardSection(name="regex")) is NO_CHECK
 
 
 CHOICES = ["x", "y"]

@@ -16,7 +16,8 @@ FORMAT = r"<think>.*?</think>\s*<answer>.*?</answer>"
 
 
 def score(row: dict[str, Any], *texts: str, **options: Any) -> list[float]:
-    function = load_function(RewardSection(name="regex", **options))
+    timeout_s = options.pop("timeout_s", 30.0)
+    function = load_function(RewardSection(name="regex", timeout_s=timeout_s, options=options))
     scores: list[float] = function(Prompt("row7", (1,), row), text_responses(*texts), row)
     return scores
 
@@ -56,4 +57,4 @@ def test_a_pattern_that_backtracks_forever_is_no_match_and_leaves_time_for_the_o
 
 
 def test_a_format_says_nothing_about_correctness_unless_the_config_does() -> None:
-    assert Traits.of(load_function(RewardSection(name="regex", pattern="a"))).correct_at is None
+    assert Traits.of(load_function(RewardSection(name="regex"))).correct_at is None

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.config.reward_section import RewardSection
+from async_rl.config.reward_section import JudgeOptions
 from async_rl.errors import ConfigError
 from async_rl.rewards.rubric import Rubric
 
 
 def rubric(text: str = "{response}", **options: Any) -> Rubric:
-    return Rubric.of(RewardSection(name="judge", rubric=text, **options))
+    return Rubric(JudgeOptions(url="http://a", model="m", rubric=text, **options))
 
 
 def test_placeholders_are_the_response_and_columns_and_nothing_else_is_touched() -> None:
@@ -27,7 +27,7 @@ def test_placeholders_are_the_response_and_columns_and_nothing_else_is_touched()
 @pytest.mark.parametrize("row", [{}, {"question": None}, {"question": math.nan}])
 def test_a_column_that_the_row_has_no_value_for_is_named(row: dict[str, Any]) -> None:
     with pytest.raises(
-        ValueError, match=r"reward\.rubric has \{question\}, but the row has no value for it: .*'prompt'"
+        ValueError, match=r"reward\.options\.rubric has \{question\}, but the row has no value for it: .*'prompt'"
     ):
         rubric("{question} {response}").task("a", {"prompt": "p", **row})
 
@@ -50,10 +50,9 @@ def test_the_text_may_be_in_a_file(tmp_path: Path) -> None:
     [
         (
             {"text": "none.txt"},
-            r"reward\.rubric is 'none.txt': it is no text with \{response\} in it, and cannot be read",
+            r"reward\.options\.rubric is 'none.txt': it is no text with \{response\} in it, and cannot be read",
         ),
         ({"text": "x" * 5000}, "cannot be read as a file"),
-        ({"min_score": 1}, r"reward\.min_score is 1 and reward\.max_score 1: the first has to be less"),
     ],
 )
 def test_a_rubric_that_cannot_be_used_is_named(options: dict[str, Any], message: str) -> None:

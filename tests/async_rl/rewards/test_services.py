@@ -25,8 +25,8 @@ TIMEOUT_S = 1.0
 
 def score(name: str, row: dict[str, Any], texts: Sequence[str], **options: Any) -> list[float]:
     """The rewards of one call, as a worker makes it."""
-    options = {"timeout_s": 20.0} | options
-    function = load_function(RewardSection(name=name, **options))
+    shared = {key: options.pop(key) for key in ("timeout_s", "max_concurrency") if key in options}
+    function = load_function(RewardSection(name=name, options=options, **({"timeout_s": 20.0} | shared)))
     assert Traits.of(function).is_async
     responses = text_responses(*texts)
     return as_rewards(asyncio.run(function(Prompt("row7", (3, 4), row), responses, row)), len(texts))
@@ -182,22 +182,16 @@ def test_the_token_comes_from_the_environment_or_a_file(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("place", "message"),
     [
-        ({"name": "http"}, "reward 'http' needs a service: set reward.url"),
-        (
-            {"name": "judge", "url": "http://a", "rubric": "{response}"},
-            "reward 'judge' needs a model: set reward.model",
-        ),
-        ({"name": "judge", "url": "http://a", "model": "m"}, "reward 'judge' needs a task: set reward.rubric"),
-        ({"name": "http", "url": "http://a", "token_from": "env:NO_SUCH"}, "there is no such variable"),
-        ({"name": "http", "url": "http://a", "token_from": "file:/no/such"}, "which cannot be read: .*No such file"),
-        ({"name": "http", "url": "http://a", "token_from": "file:/dev/null"}, "where there is no token"),
+        ("env:NO_SUCH", "there is no such variable"),
+        ("file:/no/such", "which cannot be read: .*No such file"),
+        ("file:/dev/null", "where there is no token"),
     ],
 )
-def test_what_a_service_needs_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_function(RewardSection(**options))
+def test_a_token_that_is_not_there_is_named(place: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"reward\.options\.token_from is '{place}', .*{message}"):
+        load_function(RewardSection(name="http", options={"url": "http://a", "token_from": place}))
 
 
 SECRET = "sk-0123456789abcdef"

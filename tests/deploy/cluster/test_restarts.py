@@ -43,7 +43,7 @@ def test_a_task_is_started_again_after_faults_that_may_pass(code: int, cause: st
 
 
 def test_delays_double_up_to_a_minute_and_end_with_the_limit() -> None:
-    restarts = Restarts(limit=8, first_delay_s=1.0)
+    restarts = Restarts(limit=8)
     assert [restarts.next_delay_s() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
     assert restarts.total == 8
 
@@ -54,7 +54,7 @@ def test_delays_stay_a_minute_however_many_restarts_are_allowed() -> None:
 
 
 def test_a_further_iteration_resets_count_and_delay_but_one_trained_again_does_not() -> None:
-    restarts = Restarts(limit=2, first_delay_s=1.0)
+    restarts = Restarts(limit=2)
     restarts.note_progress(3)
     assert [restarts.next_delay_s(), restarts.next_delay_s(), restarts.next_delay_s()] == [1, 2, None]
     restarts.note_progress(3)
@@ -67,7 +67,7 @@ def test_a_further_iteration_resets_count_and_delay_but_one_trained_again_does_n
 
 
 def test_no_restarts_are_allowed_with_a_limit_of_0() -> None:
-    assert Restarts(limit=0, first_delay_s=1.0).next_delay_s() is None
+    assert Restarts(limit=0).next_delay_s() is None
 
 
 def test_iterations_are_counted_that_the_ledger_proves(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_feed_shows_iterations_evaluations_and_warnings(tmp_path: Path, record
     notice, iteration, complete, incomplete = lines_of(console)
     assert notice == "trainer: 2 of 9 prompts are left out" and iteration.startswith("iteration 0, 1/3 done")
     assert complete.startswith("evaluation at iteration 0, held-out: avg@1 0.250, 20 of 20 prompts, 0.0 s, training")
-    assert "NO FIGURES: 3 of 20 prompts were answered within evaluation.max_delay_s; without that key" in incomplete
+    assert "NO FIGURES: 3 of 20 prompts were answered before training had to go on; 5.0 s" in incomplete
     assert feed.show_new(view) is None and len(lines_of(console)) == 4
     for resumed in (feed, RunFeed(tmp_path)):
         (tmp_path / "new").write_text(json.dumps(evaluation) + "\n")

@@ -26,7 +26,7 @@ from deploy.local.check import main as check
 from deploy.local.memory_fit import GIB
 from tests.deploy.local.test_check import QWEN3_8B
 
-LOOK = FirstLook(2000, "a prompt", "prompt", {}, "math", "prompts in column 'prompt'", ("prompt", "answer"))
+LOOK = FirstLook(2000, "a prompt", {}, "math", "prompts in column 'prompt'", ("prompt", "answer"))
 SEEN = Seen(
     model_path="model",
     model_config=QWEN3_8B,
@@ -61,7 +61,7 @@ def test_what_it_writes_passes_check_and_explains_each_key(workplace: Path, caps
     assert main(["model", "rows.jsonl"]) == 0
     text = Path("run.toml").read_text()
     tree = tomllib.loads(text)
-    assert tree["prompts"]["column"] == "question" and tree["prompts"]["columns"] == {"answer": "solution"}
+    assert tree["prompts"]["columns"] == {"prompt": "question", "answer": "solution"}
     assert tree["reward"]["name"] == "exact" and tree["trainer"]["device"] == "cpu"
     flat = " ".join(line.removeprefix("# ") for line in text.splitlines())
     keys = keys_of(Config)
@@ -98,7 +98,7 @@ def test_the_reward_follows_from_the_answers(
 ) -> None:
     write_rows(*rows)
     look = look_at_source("rows.jsonl")
-    assert (look.reward, look.column) == (reward, column)
+    assert (look.reward, look.columns.get("prompt", "prompt")) == (reward, column)
     assert main(["model", "rows.jsonl"]) == 0 and check(["run.toml"]) == 0
 
 
@@ -132,7 +132,7 @@ def test_names_from_the_user_are_written_as_they_are(workplace: Path) -> None:
     Path("rows.jsonl").rename(name)
     assert main(["model", name, "--prompt-column", 'text"', "--reward", "exact"]) == 0
     prompts = tomllib.loads(Path("run.toml").read_text())["prompts"]
-    assert prompts["source"] == name and prompts["column"] == 'text"'
+    assert prompts["source"] == name and prompts["columns"] == {"prompt": 'text"'}
 
 
 def test_a_column_or_model_that_is_missing_is_an_error(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

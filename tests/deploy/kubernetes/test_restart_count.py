@@ -11,7 +11,7 @@ from deploy.kubernetes.restart_count import FILE, count_attempt
 
 
 def attempt(run_dir: Path, number: int, *, trained: int = 0, limit: int = 2, cause: str | None = None) -> float:
-    return count_attempt(run_dir, number, Restarts(limit, first_delay_s=1.0), trained, cause)
+    return count_attempt(run_dir, number, Restarts(limit), trained, cause)
 
 
 def test_each_attempt_without_progress_waits_longer_and_the_last_one_is_refused(tmp_path: Path) -> None:

@@ -91,7 +91,6 @@ def start(tmp_path: Path, instance: Instance) -> Callable[..., Process]:
             "--index": index,
             "--instances": instance.url,
             "--max-restarts": max_restarts,
-            "--restart-delay-s": 0.01,
         }
         words = [str(word) for option in options.items() for word in option]
         pod = {"POD_NAME": f"run-trainer-0-{index}-{attempt}", "NODE_NAME": "node-7", "RESTART_ATTEMPT": str(attempt)}

@@ -108,11 +108,11 @@ def test_options_become_a_config_with_one_set(tmp_path: Path) -> None:
         "--temperature",
         "0",
     ]
-    options, overrides = parse([*words, "--instances", "http://a:1,http://b:2", "--prompts.column", "question"])
+    options, overrides = parse([*words, "--instances", "http://a:1,http://b:2", "--prompts.columns.prompt", "question"])
     path = tmp_path / "evaluation.toml"
     path.write_text(config_text(options, tmp_path))
     config = load_config(path, overrides)
-    assert (config.model.path, config.prompts.column) == ('/models/"é𝄞"', "question")
+    assert (config.model.path, config.prompts.columns) == ('/models/"é𝄞"', {"prompt": "question"})
     assert config.pool.instances == ("http://a:1", "http://b:2")
     (the_set,) = config.evaluation.sets
     assert (the_set.name, the_set.num_samples, the_set.temperature, the_set.max_prompts) == ("held-out", 8, 0.0, None)

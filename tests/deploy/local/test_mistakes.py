@@ -147,7 +147,7 @@ MISTAKES = {
         ("--prompts.source", "r.parquet"), {"r.parquet": "x"}, says=("r.parquet is not a Parquet file",)
     ),
     "no such column": Mistake(
-        ("--prompts.column", "q"), says=("no value in column 'q' (it has ['prompt'])", "set prom")
+        ("--prompts.columns.prompt", "q"), says=("no value in column 'q' (it has ['prompt'])", "set prom")
     ),
     "prompts that are no text": Mistake(files={"rows.jsonl": rows(1, 2, 3, 4)}, says=("row 0: column 'prompt' is 1",)),
     "messages without a template": Mistake(

@@ -123,7 +123,7 @@ def test_a_trainer_that_no_restart_mends_ends_the_run_while_the_instances_load(g
 def test_a_trainer_that_dies_while_the_instances_load_is_started_again_once_they_are_ready(ground: Any) -> None:
     ground.before_instances_serve(UNTIL_GO)
     ground.before_trainer_waits("if '--run.resume=true' not in sys.argv: os.kill(os.getpid(), 9)")
-    local = ground.start("--cluster.restart_delay_s", "0.1")
+    local = ground.start()
     # The trainer's worker may end with it before it has left its id.
     ground.wait_for_processes(ALL - 1)
     (ground.path / "go").touch()
@@ -184,7 +184,7 @@ def test_a_trainer_that_ignores_sigterm_is_killed_after_the_grace_time(ground: A
 
 def test_a_trainer_that_dies_once_is_started_again_with_resume_beside_the_same_instances(ground: Any) -> None:
     ground.then_trainer_does("if '--run.resume=true' not in sys.argv: os.kill(os.getpid(), 9)")
-    local = ground.start("--cluster.restart_delay_s", "0.1")
+    local = ground.start()
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 0, output
     assert "lost trainer, it is started again in 0.1 s" in output and "(restart 1)" in output
@@ -201,7 +201,7 @@ def test_a_trainer_that_dies_once_is_started_again_with_resume_beside_the_same_i
 
 def test_a_trainer_that_always_dies_ends_the_run_by_name_in_bounded_time(ground: Any) -> None:
     ground.then_trainer_does("os.kill(os.getpid(), 9)")
-    local = ground.start("--cluster.max_restarts", "2", "--cluster.restart_delay_s", "0.1")
+    local = ground.start("--cluster.max_restarts", "2")
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 1
     assert "RestartsExhausted: trainer was started again 2 times without another iteration" in output
@@ -211,7 +211,7 @@ def test_a_trainer_that_always_dies_ends_the_run_by_name_in_bounded_time(ground:
 
 def test_an_instance_that_dies_is_started_again_on_its_port(ground: Any) -> None:
     ground.then_trainer_does("while not os.path.exists('go'):\n    time.sleep(0.05)")
-    local = ground.start("--cluster.restart_delay_s", "0.1")
+    local = ground.start()
     pids = ground.wait_for_iterations()
     name, victim = next((name, pid) for name, pid in pids.items() if name.startswith("instance"))
     os.kill(victim, signal.SIGKILL)

@@ -16,7 +16,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def start(run_dir: Path, num_requeues: int, trained: int, job: str = "7") -> Restarts:
     """A start of the job, which then remembers."""
-    restarts = Restarts(limit=2, first_delay_s=1.0)
+    restarts = Restarts(limit=2)
     memory = Memory(run_dir, "trainer", job, num_requeues)
     memory.recall(restarts, trained)
     memory.keep(restarts, settled=False)

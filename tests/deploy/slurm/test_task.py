@@ -41,7 +41,7 @@ class Ground:
     def start(self, *command: str, role: str = "trainer", options: tuple[str, ...] = (), **environment: str) -> int:
         """Runs a task to its end; returns its exit code."""
         words = [sys.executable, "-m", "deploy.slurm.task", "--name", "task", "--role", role]
-        words += ["--run-dir", str(self.run_dir), "--grace-s", "2", "--max-restarts", "2", "--restart-delay-s", "0.1"]
+        words += ["--run-dir", str(self.run_dir), "--grace-s", "2", "--max-restarts", "2"]
         env = {**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **environment}
         done = subprocess.run([*words, *options, "--", *command], env=env, capture_output=True, text=True, timeout=240)
         self.output = done.stdout + done.stderr

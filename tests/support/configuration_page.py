@@ -1,0 +1,160 @@
+"""Writes docs/configuration.md from the settings' own descriptions: `python -m tests.support.configuration_page`.
+
+tests/test_configuration_page.py fails while the page says something else than the code does.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from async_rl.config.evaluation_section import EvaluationSet
+from async_rl.config.keys import as_toml
+from async_rl.config.prompts_section import MixturePart
+from async_rl.config.reward_section import OPTIONS, RewardPart, RewardSettings
+from async_rl.config.sections import Config
+from tests.support import ROOT
+
+PAGE = ROOT / "docs" / "configuration.md"
+
+HEADER = """# Configuration
+
+A run is one TOML file; every value can be overridden on the command line as `--section.key VALUE` or
+`--section.key=VALUE`, at any position. A text key takes the argument unchanged; other values are parsed as TOML or
+JSON, so lists and tables can be given, too: `--evaluation.sets '[{"name": "held-out", "source": "rows.jsonl"}]'`; a
+key of a table has its own dotted name, as in `--prompts.task_options.min_word_len 5`. Of several values for one key
+the last one is used. Unknown keys are errors that name the nearest key; abbreviations are not accepted.
+`async-rl run --help` lists all keys; this page is written from the same descriptions by
+`python -m tests.support.configuration_page`. The parts of a run are described in [data.md](data.md),
+[rewards.md](rewards.md), [algorithms.md](algorithms.md), [evaluation.md](evaluation.md) and
+[deployment.md](deployment.md). `[critic]` is of `algorithm.name = "ppo"` ([algorithms.md](algorithms.md#ppo)), and
+`[inference]` of the instances that `async-rl run` starts.
+"""
+
+LAYOUTS = """## Layouts of the trainer
+
+A layout is accepted if all of these conditions hold, and otherwise refused before any weight is loaded, with the key
+and the remedy (the rule is in `async_rl/preflight/layout.py`):
+
+- the ranks are a multiple of `tensor_parallel` x `pipeline_parallel`; the quotient is the number of replicas;
+- `tensor_parallel` divides attention heads, key / value heads, vocabulary and, without experts, the feed-forward size;
+  `pipeline_parallel` divides the layers;
+- `expert_parallel` divides the experts and the ranks of a stage (`tensor_parallel` x replicas), and is 1 without
+  experts;
+- `sequence_parallel` needs `tensor_parallel` above 1; a model of experts with `tensor_parallel` above 1 needs
+  `sequence_parallel`, for any `expert_parallel`.
+
+`distributed_optimizer`, `recompute`, `frozen_weights` and groups longer than `micro_batch_tokens` work with every
+accepted layout.
+"""
+
+SET_BY_YOU = {
+    "run": "dir resume",
+    "model": "path dtype",
+    "prompts": "source prompts_per_batch max_prompt_tokens columns chat_template system_prompt task_options mixture "
+    "held_out",
+    "rollout": "responses_per_prompt max_response_tokens program max_turns",
+    "reward": "name parts column options num_workers",
+    "algorithm": "name options",
+    "optimizer": "learning_rate",
+    "train": "iterations epochs",
+    "trainer": "device num_processes",
+    "checkpoint": "every",
+    "inference": "engine python num_instances",
+    "evaluation": "sets every",
+    "tracking": "trackers project name",
+    "cluster": "training_nodes env slurm_options",
+}
+WHEN_TUNING = {
+    "run": "seed placement",
+    "prompts": "reserve pass_over deduplicate curriculum_iterations curriculum_order template_arguments",
+    "rollout": "temperature stop stop_token_ids max_context_tokens timeout_s max_concurrent num_workers",
+    "reward": "timeout_s max_concurrency max_attempts correct_at",
+    "publish": "transport snapshot_dir timeout_s",
+    "pool": "join timeout_s request_timeout_s",
+    "algorithm": "clip_low clip_high normalize scale_by_std kl_coef kl_estimator kl_in entropy_coef mask_truncated "
+    "overlong_tokens old_policy importance teacher teacher_coef",
+    "optimizer": "schedule min_learning_rate_ratio warmup_iterations weight_decay clip_grad_norm",
+    "critic": "learning_rate path gamma gae_lambda iterations_alone",
+    "train": "steps_per_batch mode order exact",
+    "trainer": "tensor_parallel pipeline_parallel expert_parallel sequence_parallel recompute micro_batch_tokens "
+    "frozen_weights",
+    "checkpoint": "keep",
+    "inference": "tensor_parallel max_concurrency engine_options",
+    "cluster": "max_instances max_restarts slurm_training_options slurm_instance_options",
+}
+RARELY = "## Rarely"
+GROUPS: Mapping[str, Mapping[str, str]] = {
+    "## You will set these": SET_BY_YOU,
+    "## When tuning": WHEN_TUNING,
+}
+"""All other keys are set rarely."""
+
+LISTS: tuple[tuple[str, str, type[BaseModel]], ...] = (
+    (
+        "[[prompts.mixture]]",
+        "One table for each part of a mixture; [data.md](data.md#mixtures) describes how they are mixed.",
+        MixturePart,
+    ),
+    (
+        "[[reward.parts]]",
+        "One table for each reward that is added up; [rewards.md](rewards.md#several-rewards) describes it. Besides "
+        "these, a part\nhas the keys of `[reward]`, except `skip_special_tokens`, `parts` and `column`; those that it "
+        "leaves out are as there.",
+        RewardPart,
+    ),
+    (
+        "[[evaluation.sets]]",
+        "One table for each set of held-out prompts; [evaluation.md](evaluation.md) describes when they are evaluated. "
+        "Prompts\nare rendered like those of the `prompts` section, and answered and scored as in training.",
+        EvaluationSet,
+    ),
+)
+
+
+def configuration_page() -> str:
+    """The page as it should be: the keys in their groups, then those of tables, and the accepted layouts."""
+    settings = {
+        f"{section}.{name}": setting
+        for section, field in Config.model_fields.items()
+        for name, setting in field.annotation.model_fields.items()  # type: ignore[union-attr]
+    }
+    chosen = {name: title for title, group in GROUPS.items() for name in names_of(group)}
+    sections = [HEADER]
+    for title in (*GROUPS, RARELY):
+        rows = [row(name, setting) for name, setting in settings.items() if chosen.get(name, RARELY) == title]
+        sections.append(f"{title}\n\n{table(rows)}")
+    for title, text, model in LISTS:
+        inherited = RewardSettings.model_fields.keys() - {"name"} if model is RewardPart else set[str]()
+        rows = [row(name, field) for name, field in model.model_fields.items() if name not in inherited]
+        sections.append(f"## {title}\n\n{text}\n\n{table(rows)}")
+    sections += options_of_rewards()
+    return "\n".join([*sections, LAYOUTS])
+
+
+def names_of(group: Mapping[str, str]) -> list[str]:
+    """The dotted names of a group."""
+    return [f"{section}.{name}" for section, names in group.items() for name in names.split()]
+
+
+def options_of_rewards() -> Iterator[str]:
+    """`[reward.options]`, a table for each kind of reward that has some."""
+    for name, model in OPTIONS.items():
+        rows = [row(key, field) for key, field in model.model_fields.items()]
+        yield f'## [reward.options] of reward.name = "{name}"\n\n{table(rows)}'
+
+
+def table(rows: list[str]) -> str:
+    """A table of keys."""
+    return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows, ""])
+
+
+def row(name: str, setting: FieldInfo) -> str:
+    """A key's row."""
+    default = setting.get_default(call_default_factory=True)
+    shown = "required" if setting.is_required() else f"`{as_toml(default)}`"
+    return f"| `{name}` | {shown} | {setting.description} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(configuration_page())
