@@ -31,7 +31,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from async_rl.algorithms import ALGORITHMS
-from async_rl.config.algorithm_section import OF_WHOLE_BATCHES
+from async_rl.config.algorithm_traits import TRAITS
 from async_rl.config.file import load_config
 from async_rl.errors import AsyncRLError
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
@@ -47,7 +47,7 @@ TEACHER = "grpo"
 AT_ONCE = "--inference.max_concurrency=512"
 """The whole batch, which is cheaper: only what is learned counts here, not how early training starts."""
 SETTINGS: dict[str, Sequence[str]] = {
-    **dict.fromkeys(OF_WHOLE_BATCHES, ("--train.mode=synchronous",)),
+    **{name: ("--train.mode=synchronous",) for name, traits in TRAITS.items() if traits.totals},
     # The policy's in the quickstart: a model this small needs it.
     "ppo": ("--critic.learning_rate=8e-4",),
 }

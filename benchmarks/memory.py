@@ -139,7 +139,7 @@ def _peak_bytes(pid: int) -> int:
 def forecasts(config: Path) -> dict[str, int]:
     """What `async-rl check` forecasts of the same run, in bytes."""
     loaded = load_config(config)
-    forecast = forecast_run(loaded, ModelFiles.find(loaded.model.path).config)
+    forecast = forecast_run(loaded, ModelFiles.find(loaded.model.path).shape)
     return {"trainer": forecast.rank.num_bytes, "instance": forecast.instance.num_bytes}
 
 

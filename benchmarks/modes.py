@@ -26,6 +26,7 @@ import torch
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.cpu.exact import ROW_MULTIPLE
+from async_rl.model_shape import ModelShape
 from benchmarks.common.case import RESPONSE_TOKENS, Case
 from benchmarks.common.engine_case import generate_in_engine, prompts_of
 from benchmarks.common.random_group import random_group
@@ -38,7 +39,6 @@ from trainer.batching.group_slice import slices_of
 from trainer.batching.shared_prompt import MicroBatch, make_micro_batch
 from trainer.devices import choose_device
 from trainer.model.gpt import SharedPromptGPT, build_model
-from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel, init_parallel
 
 CPU = torch.device("cpu")

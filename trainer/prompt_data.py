@@ -11,7 +11,7 @@ from async_rl.programs.user_command import COMMAND
 from async_rl.programs.user_file import PREFIX, file_identity
 from async_rl.rewards.identity import reward_identity
 from trainer.checkpoint.compatibility import Contents
-from trainer.model.shape import find_checkpoint
+from trainer.hf.checkpoint import find_checkpoint
 from trainer.parallel import Parallel
 
 CACHE = "prompts"

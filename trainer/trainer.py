@@ -27,6 +27,7 @@ from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.group_proof import GroupProof
 from async_rl.loop import Window
+from async_rl.preflight.model import read_shape
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.step_stats import StepStats, highest
 from async_rl.token_arrays import Logprobs, TokenIds
@@ -39,10 +40,9 @@ from trainer.critic import Critic
 from trainer.devices.memory import memory_peaks
 from trainer.forward_backward import Pass, make_passes
 from trainer.group_checks import require_finite_rewards, require_known_tokens, require_one_micro_batch
-from trainer.hf.checkpoint import save_hf_checkpoint
+from trainer.hf.checkpoint import find_checkpoint, save_hf_checkpoint
 from trainer.hf.weight_export import WeightExport
 from trainer.loss_sums import LossSums
-from trainer.model.shape import find_checkpoint, read_model_shape
 from trainer.model.size import training_pool
 from trainer.parallel import Parallel
 from trainer.policy.canary_weights import CanaryWeights
@@ -81,7 +81,7 @@ class MegatronTrainer:
         self._temperature = rollout.temperature
         self._old_policy = algorithm.old_policy
         self.checkpoint = find_checkpoint(model.path)
-        self._shape = read_model_shape(self.checkpoint)
+        self._shape = read_shape(self.checkpoint)
         self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._algorithm = make_algorithm(algorithm, rollout.max_response_tokens)
         require_possible(self._algorithm.needs, algorithm, train, critic)

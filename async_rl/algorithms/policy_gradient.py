@@ -29,8 +29,9 @@ import torch
 from async_rl.algorithms.base import LossSum, Needs, Responses, Rollouts, Tokens, Totals
 from async_rl.algorithms.importance import ImportanceWeights
 from async_rl.algorithms.log_ratio import exp, kl_terms
-from async_rl.config.algorithm_options import NoOptions, read_options, refuse_unused
+from async_rl.config.algorithm_options import read_options, refuse_unused
 from async_rl.config.algorithm_section import AlgorithmSection, Normalize
+from async_rl.config.algorithm_traits import NoOptions
 from async_rl.config.section import Section
 
 STD_EPS = 1e-6

@@ -13,7 +13,8 @@ from async_rl.errors import ConfigError
 from async_rl.preflight.algorithm import CRITIC, TEACHER, require_algorithm, require_other_models
 from async_rl.preflight.data import require_evaluation_sets, require_prompts
 from async_rl.preflight.exact import require_exact
-from async_rl.preflight.model import ModelFiles, require_divisible, require_fit, require_tokens, require_trainable
+from async_rl.preflight.layout import require_layout
+from async_rl.preflight.model import ModelFiles, require_fit, require_tokens, require_trainable
 from async_rl.preflight.paths import require_paths
 from async_rl.preflight.reward import require_reward, require_time_for_tests
 from async_rl.preflight.reward_rows import require_answers, require_columns, require_parts_of_rows
@@ -105,11 +106,13 @@ def _require_model(config: Config, trains: bool, serves: bool, is_whole: bool) -
         checks.append(lambda: require_exact(config, files))
         checks.append(lambda: require_other_models(config, files, serves=serves, is_whole=is_whole))
     if trains and serves:
-        checks.append(lambda: require_divisible(config, files))
+        num_ranks = config.trainer.num_local_ranks * config.cluster.training_nodes
+        checks.append(lambda: require_layout(config.trainer, files.shape, num_ranks))
     if serves:
         checks.append(lambda: require_fit(config, files))
     checks.append(lambda: require_tokens(config, files))
-    faults = [str(error) for error in map(_error_of, checks) if error is not None]
+    # What is wrong with config.json is found by more than one of them.
+    faults = dict.fromkeys(str(error) for error in map(_error_of, checks) if error is not None)
     if faults:
         raise ConfigError("\n".join(faults))
 

@@ -7,7 +7,8 @@ from async_rl.config.algorithm_options import require_used
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.preflight.model import ModelFiles, require_divisible, require_supported
+from async_rl.preflight.layout import require_layout
+from async_rl.preflight.model import ModelFiles, require_supported
 from async_rl.preflight.user_file import require_class
 
 TEACHER = "algorithm.teacher"
@@ -43,10 +44,11 @@ def require_other_models(config: Config, policy: ModelFiles, *, serves: bool, is
         model = ModelFiles.find(name, setting, is_whole=is_whole)
         require_supported(model, is_whole=is_whole)
         if serves:
-            require_divisible(config, model)
-        own, expected = model.config.get("vocab_size"), policy.config.get("vocab_size")
+            num_ranks = config.trainer.num_local_ranks * config.cluster.training_nodes
+            require_layout(config.trainer, model.shape, num_ranks)
+        own, expected = model.shape.vocab_size, policy.config.get("vocab_size")
         if own != expected:
             raise ConfigError(
-                f"{setting} {model.name!r} has a vocabulary of {own} tokens, model.path {policy.name!r} one of "
+                f"{model.named} has a vocabulary of {own} tokens, model.path {policy.name!r} one of "
                 f"{expected}: it reads the policy's tokens; name a checkpoint with the same tokenizer"
             )

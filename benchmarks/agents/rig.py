@@ -181,7 +181,7 @@ def open_producer(script: Script, num_rollouts: int, group_size: int) -> Iterato
         program = ServedProgram(agents, Gateway(rollout, cast(Any, tokenizer)))
         prompts = PromptsSection(source="none", prompts_per_batch=1)
         programs = ProgramRollouts(program, sessions, reward, rollout, prompts, seed=0)
-        producer = Producer(pool, reward, loop, cast(Any, tokenizer), rollout, seed=0, programs=programs)
+        producer = Producer(programs, loop)
         closing.callback(producer.close)
         yield producer, agents
 

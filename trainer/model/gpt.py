@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.model_shape import ModelShape
 from async_rl.preflight.layout import require_layout
 from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
 from trainer.attention.prompt_cache import PromptCache
@@ -32,7 +33,6 @@ from trainer.model.experts import use_stacked_experts
 from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops, use_linear
 from trainer.model.logprobs import Scores, response_logprobs
 from trainer.model.moe import moe_options, use_router
-from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel
 
 """Log-probs and, where they are wanted, entropies; a critic's values."""

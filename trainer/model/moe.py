@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from trainer.model.shape import Experts
+from async_rl.model_shape import Experts
 
 
 class Router(TopKRouter):

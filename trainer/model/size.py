@@ -2,9 +2,9 @@
 
 import torch
 
+from async_rl.model_shape import ModelShape
 from async_rl.tracking.throughput import ModelSize, TrainingPool
 from trainer.devices.peak_flops import peak_flops_of
-from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel
 
 

@@ -15,12 +15,12 @@ from async_rl.errors import RolloutFailed
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.recorder import SetResult
-from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.local import LocalProducer as Producer
-from async_rl.rewards import make_reward
+from async_rl.rewards import Reward, make_reward
+from async_rl.rollout.group_maker import SingleTurns
 from async_rl.seeds import evaluation_seed, group_seed
 from async_rl.types import Batch, Prompt
 
@@ -51,28 +51,29 @@ class Stage:
         self,
         loop: EventLoopThread,
         pool: InferencePool,
-        sampler: Sampler,
-        rollouts: tuple[Any, ...],
-        scored: list[str],
+        maker: SingleTurns,
+        reward: Reward,
     ) -> None:
         self.loop = loop
         self.pool = pool
-        self._rollouts = rollouts
+        self._maker = maker
+        self._reward = reward
         self.results: list[list[SetResult]] = []
-        self.scored = scored
-        self._sampler = sampler
+        self.scored: list[str] = []
 
     def evaluator(self, *sets: LoadedSet, **section: Any) -> Evaluator:
         def report(results: Sequence[SetResult]) -> None:
             self.results.append(list(results))
 
         config = EvaluationSection(**{"every": 1, "max_delay_s": 0.2, **section})
-        return Evaluator(self.pool, self._sampler, sets, config, report)
+        return Evaluator(
+            *(self.pool, self._maker, self._reward, sets, config, report),
+            on_scored=lambda loaded, *_: self.scored.append(loaded.name),
+        )
 
     def producer(self, evaluator: Evaluator) -> Producer:
         """Makes rollouts in the same pool, and gives it to the evaluator when they are done."""
-        reward, tokenizer, rollout = self._rollouts
-        return Producer(self.pool, reward, self.loop, tokenizer, rollout, 1, evaluator)
+        return Producer(self._maker, self.loop, evaluator)
 
     def begin(self, evaluator: Evaluator, iteration: int = 0) -> concurrent.futures.Future[None]:
         return self.loop.submit(evaluator.run(iteration, "v1"))
@@ -101,9 +102,7 @@ def make_stage(
         loop.run(pool.begin_publish())
         loop.run(pool.end_publish("v1", urls))
         rollout = RolloutSection(max_response_tokens=8, stop_token_ids=(7,))
-        scored: list[str] = []
-        sampler = Sampler(pool, reward, tokenizer, rollout, 1, on_scored=lambda loaded, *_: scored.append(loaded.name))
-        return Stage(loop, pool, sampler, (reward, tokenizer, rollout), scored)
+        return Stage(loop, pool, SingleTurns(pool, reward, tokenizer, rollout, 1), reward)
 
     yield make
     loop.run(reward.close())

@@ -14,7 +14,9 @@ from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.event_loop import EventLoopThread
-from async_rl.gateway.programs import make_program
+from async_rl.gateway.command_program import CommandProgram
+from async_rl.gateway.gateway import Gateway
+from async_rl.gateway.programs import ServedProgram
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
@@ -95,12 +97,12 @@ def groups(loop: EventLoopThread, instance: Instance, tmp_path: Path) -> Callabl
             tokenizer,
             reward,
             skip_special_tokens=True,
-            program=make_program(rollout, tokenizer, None),
+            program=ServedProgram(CommandProgram(rollout), Gateway(rollout, tokenizer, None)),
         )
         loop.run(pool.wait_until_ready())
         loop.run(pool.begin_publish())
         loop.run(pool.end_publish("v1", (instance.url,)))
-        producer = Producer(pool, reward, loop, tokenizer, rollout, 3, programs=programs)
+        producer = Producer(programs, loop)
         found: list[Group] = []
         try:
             texts = {i: f"question {i}" for i in range(NUM_PROMPTS)}
