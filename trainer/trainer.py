@@ -33,23 +33,26 @@ from async_rl.step_stats import StepStats, highest
 from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.training_order import TrainingOrder
 from async_rl.types import UNPROVEN, Group, Prompt, Response
-from trainer.algorithm_needs import require_possible
-from trainer.algorithm_results import require_denominator
+from trainer.algorithm_checks import (
+    require_denominator,
+    require_finite_rewards,
+    require_known_tokens,
+    require_one_micro_batch,
+    require_possible,
+)
 from trainer.batching.group_feed import GroupFeed
 from trainer.critic import Critic
 from trainer.devices.memory import memory_peaks
 from trainer.forward_backward import Pass, make_passes
-from trainer.group_checks import require_finite_rewards, require_known_tokens, require_one_micro_batch
 from trainer.hf.checkpoint import find_checkpoint, save_hf_checkpoint
 from trainer.hf.weight_export import WeightExport
-from trainer.loss_sums import LossSums
+from trainer.loss_sums import LossSums, rollout_kl
 from trainer.model.size import training_pool
 from trainer.parallel import Parallel
 from trainer.policy.canary_weights import CanaryWeights
 from trainer.policy.frozen_model import FrozenModel
 from trainer.policy.optimizer import PolicyOptimizer
 from trainer.policy.tri_model import load_tri_model
-from trainer.rollout_kl import rollout_kl
 
 log = logging.getLogger(__name__)
 

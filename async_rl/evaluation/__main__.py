@@ -23,8 +23,7 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, InstanceError, NoInstanceLeft, StaleWeights
 from async_rl.evaluation.evaluator import Evaluator
-from async_rl.evaluation.output import Output
-from async_rl.evaluation.recorder import SetResult
+from async_rl.evaluation.recorder import Output, SetResult
 from async_rl.evaluation.sets import LoadedSet, load_sets
 from async_rl.gateway.programs import make_group_maker
 from async_rl.pool.inference_pool import InferencePool

@@ -1,4 +1,4 @@
-"""A checkpoint's model, as described by its files, read as JSON."""
+"""A checkpoint's model as its files describe it, read as JSON, and whether a run can use it; other models, too."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,11 @@ from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.model_shape import ModelShape
 from async_rl.net.hub import hub_fault
+from async_rl.preflight.layout import require_layout
 from async_rl.preflight.weight_files import HEAD, require_tied_head, stored_tensors
+
+TEACHER = "algorithm.teacher"
+CRITIC = "critic.path"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 VALUE_HEADS = ("score.", "v_head.", "value_head.")
@@ -317,3 +321,57 @@ def _read_json(named: str, file: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise ConfigError(f"{named}: {file} holds {type(read).__name__}, expected an object")
     return read
+
+
+def require_exact(config: Config, files: ModelFiles) -> None:
+    """Checks that trainer and instances can compute the same bits, if `train.exact` demands it.
+
+    Raises:
+        ConfigError: they cannot; names the setting, its value and the one that is needed.
+    """
+    if not config.train.exact:
+        return
+    needed: dict[str, tuple[object, object]] = {
+        "trainer.device": (config.trainer.device, "cpu"),
+        "model.dtype": (config.model.dtype, "float32"),
+        "inference.engine": (config.inference.engine, "transformers"),
+        "trainer.tensor_parallel": (config.trainer.tensor_parallel, 1),
+        "trainer.pipeline_parallel": (config.trainer.pipeline_parallel, 1),
+    }
+    for key, (value, expected) in needed.items():
+        if value != expected:
+            raise ConfigError(
+                f"train.exact needs {key} = {expected!r}, not {value!r}: change it, or set train.exact to false"
+            )
+    family = str(files.config.get("model_type"))
+    if family.endswith("_moe"):
+        raise ConfigError(
+            f"train.exact is for models without experts, and model.path {files.name!r} is of {family!r}: set "
+            "train.exact to false"
+        )
+
+
+def require_other_models(config: Config, policy: ModelFiles, *, serves: bool, is_whole: bool = True) -> None:
+    """Checks that `algorithm.teacher` and `critic.path`, where set, can read the policy's tokens on the ranks.
+
+    Args:
+        serves: whether these ranks are those of the config.
+        is_whole: without it weights and tokenizer may be missing.
+
+    Raises:
+        ConfigError: one cannot; names the setting.
+    """
+    for setting, name in ((TEACHER, config.algorithm.teacher), (CRITIC, config.critic.path)):
+        if name is None:
+            continue
+        model = ModelFiles.find(name, setting, is_whole=is_whole)
+        require_supported(model, is_whole=is_whole)
+        if serves:
+            num_ranks = config.trainer.num_local_ranks * config.cluster.training_nodes
+            require_layout(config.trainer, model.shape, num_ranks)
+        own, expected = model.shape.vocab_size, policy.config.get("vocab_size")
+        if own != expected:
+            raise ConfigError(
+                f"{model.named} has a vocabulary of {own} tokens, model.path {policy.name!r} one of "
+                f"{expected}: it reads the policy's tokens; name a checkpoint with the same tokenizer"
+            )

@@ -28,11 +28,9 @@ from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
-from trainer.model.expert_rows import keep_rows_local
-from trainer.model.experts import use_stacked_experts
+from trainer.model.experts import keep_rows_local, moe_options, use_router, use_stacked_experts
 from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops, use_linear
 from trainer.model.logprobs import Scores, response_logprobs
-from trainer.model.moe import moe_options, use_router
 from trainer.parallel import Parallel
 
 """Log-probs and, where they are wanted, entropies; a critic's values."""

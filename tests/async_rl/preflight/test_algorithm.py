@@ -8,8 +8,7 @@ import pytest
 
 from async_rl.config.file import parse_config
 from async_rl.errors import ConfigError
-from async_rl.preflight.algorithm import require_other_models
-from async_rl.preflight.model import ModelFiles
+from async_rl.preflight.model import ModelFiles, require_other_models
 from tests.support.minimal_config import minimal_tree
 
 SIZES = {

@@ -8,8 +8,7 @@ import pytest
 
 from async_rl.config.file import parse_config
 from async_rl.errors import ConfigError, RunDirInUse
-from async_rl.preflight import require_sound
-from async_rl.preflight.paths import require_paths
+from async_rl.preflight import require_paths, require_sound
 from async_rl.tracking.run_lock import lock_run
 from tests.support.minimal_config import minimal_tree
 
