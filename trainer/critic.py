@@ -22,11 +22,10 @@ from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.model_shape import ModelShape
-from async_rl.preflight.model import read_shape
+from async_rl.preflight.model import find_checkpoint, read_shape
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_host
 from trainer.forward_backward import Pass
-from trainer.hf.checkpoint import find_checkpoint
 from trainer.hf.weights import load_hf_weights
 from trainer.loss_sums import sampled_logprobs
 from trainer.model.gpt import SharedPromptGPT, build_model

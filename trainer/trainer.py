@@ -27,7 +27,7 @@ from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.group_proof import GroupProof
 from async_rl.loop import Window
-from async_rl.preflight.model import read_shape
+from async_rl.preflight.model import find_checkpoint, read_shape
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.step_stats import StepStats, highest
 from async_rl.token_arrays import Logprobs, TokenIds
@@ -46,7 +46,7 @@ from trainer.critic import Critic
 from trainer.devices.memory import memory_peaks
 from trainer.devices.peak_flops import peak_flops_of
 from trainer.forward_backward import Pass, make_passes
-from trainer.hf.checkpoint import find_checkpoint, save_hf_checkpoint
+from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.hf.weight_export import WeightExport
 from trainer.loss_sums import LossSums, rollout_kl
 from trainer.parallel import Parallel

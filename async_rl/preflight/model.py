@@ -23,6 +23,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 VALUE_HEADS = ("score.", "v_head.", "value_head.")
 """Of reward models and critics, which need no other head."""
 
+CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
 TEMPLATE_FILE = "chat_template.jinja"
 """As tokenizers save it; a chat_template.json is a processor's, which no tokenizer reads."""
 
@@ -157,6 +158,26 @@ class ModelFiles:
         if self.directory is None:
             return isinstance(_from_hub(self.name, TEMPLATE_FILE), Path)
         return (self.directory / TEMPLATE_FILE).is_file()
+
+
+def find_checkpoint(path: str) -> Path:
+    """The directory of the checkpoint called `path`: a local directory, or a hub name, downloaded once into HF's cache.
+
+    Raises:
+        ConfigError: `path` is neither.
+    """
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
+    if Path(path).exists():
+        raise ConfigError(f"model.path {path!r} has no config.json: give a Hugging Face checkpoint directory")
+    hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
+    fault = hub_fault()
+    try:
+        return Path(hub.snapshot_download(path, allow_patterns=list(CHECKPOINT_FILES)))
+    except (errors.HFValidationError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
+        raise ConfigError(
+            f"model.path {path!r} is neither a directory nor a model that can be fetched from the hub: {fault or error}"
+        ) from error
 
 
 def read_shape(name: Path | str, setting: str = "model.path") -> ModelShape:

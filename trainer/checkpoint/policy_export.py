@@ -8,10 +8,10 @@ import torch.distributed as dist
 from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
-from async_rl.preflight.model import read_shape
+from async_rl.preflight.model import find_checkpoint, read_shape
 from trainer.checkpoint.checkpoint import fill, read_checked
 from trainer.checkpoint.tensors import POLICY, model_tensors
-from trainer.hf.checkpoint import find_checkpoint, save_hf_checkpoint
+from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.model.gpt import build_model
 from trainer.parallel import Parallel
 

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories: those of a run's models, and the policy's, which transformers and vLLM load."""
+"""Saves the policy as a Hugging Face checkpoint directory that transformers and vLLM load."""
 
 import json
 import shutil
@@ -7,41 +7,17 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from async_rl.errors import ConfigError
 from async_rl.files import replace_directory, write_failed
-from async_rl.net.hub import hub_fault
+from async_rl.preflight.model import CHECKPOINT_FILES
 from async_rl.weights.stream import buckets
 from trainer.hf.weight_export import WeightExport
 from trainer.hf.weights import INDEX_FILE, SINGLE_FILE
 from trainer.model.gpt import SharedPromptGPT
 
-CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
-
 MAX_SHARD_BYTES = 4 * 2**30
-
-
-def find_checkpoint(path: str) -> Path:
-    """The directory of the checkpoint called `path`: a local directory, or a hub name, downloaded once into HF's cache.
-
-    Raises:
-        ConfigError: `path` is neither.
-    """
-    if (Path(path) / "config.json").is_file():
-        return Path(path)
-    if Path(path).exists():
-        raise ConfigError(f"model.path {path!r} has no config.json: give a Hugging Face checkpoint directory")
-    fault = hub_fault()
-    try:
-        return Path(snapshot_download(path, allow_patterns=list(CHECKPOINT_FILES)))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise ConfigError(
-            f"model.path {path!r} is neither a directory nor a model that can be fetched from the hub: {fault or error}"
-        ) from error
 
 
 def save_hf_checkpoint(

@@ -15,8 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.model_shape import ModelShape
-from async_rl.preflight.model import read_shape
-from trainer.hf.checkpoint import find_checkpoint
+from async_rl.preflight.model import find_checkpoint, read_shape
 from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import SharedPromptGPT, build_model
 from trainer.parallel import Parallel

@@ -11,7 +11,14 @@ from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.model_shape import FAMILIES
 from async_rl.preflight import find_faults, find_missing_files
-from async_rl.preflight.model import ModelFiles, require_fit, require_tokens, require_trainable, with_room
+from async_rl.preflight.model import (
+    ModelFiles,
+    find_checkpoint,
+    require_fit,
+    require_tokens,
+    require_trainable,
+    with_room,
+)
 from tests.support.minimal_config import minimal_tree
 from tests.support.published_models import CONFIGS
 
@@ -69,6 +76,16 @@ def test_the_hub_is_asked_once_for_a_file_that_it_does_not_give(monkeypatch: pyt
         with pytest.raises(ConfigError, match=rf"{setting} 'nobody/nothing' is neither .*: no route to the hub; give"):
             ModelFiles.find("nobody/nothing", setting)
     assert asked == [("nobody/nothing", "config.json")]
+
+
+def test_a_checkpoint_is_a_directory_with_a_config_or_the_name_of_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json: give a Hugging Face checkpoint directory"):
+        find_checkpoint(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert find_checkpoint(str(tmp_path)) == tmp_path
+    for neither in (str(tmp_path / "missing"), "no/such/model", "owner/not-in-the-cache"):
+        with pytest.raises(ConfigError, match="is neither a directory nor a model that can be fetched from the hub"):
+            find_checkpoint(neither)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "", None, 3, "QWEN3"])
