@@ -2,7 +2,7 @@ import concurrent.futures
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -13,7 +13,6 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import RolloutFailed
 from async_rl.evaluation.evaluator import Evaluator
-from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.event_loop import EventLoopThread
@@ -21,8 +20,10 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import Reward, make_reward
 from async_rl.rollout.group_maker import SingleTurns
+from async_rl.rollout.trajectory import Trajectory
 from async_rl.seeds import evaluation_seed, group_seed
-from async_rl.types import Batch, Prompt
+from async_rl.types import Batch, Prompt, Scores
+from tests.support.groups import make_response
 
 pytestmark = pytest.mark.distributed
 
@@ -239,16 +240,17 @@ def test_a_set_of_several_sources_has_the_figures_of_each(instances, make_stage)
 
 def test_a_program_that_fails_costs_its_prompt_only(instances, make_stage, caplog) -> None:
     class Programs:
-        correct_at = None
-
-        async def score(self, loaded: LoadedSet, prompt: Prompt, version: str) -> ScoredPrompt:
+        async def evaluate(
+            self, of_set: EvaluationSet, prompt: Prompt, version: str
+        ) -> tuple[list[Trajectory], Scores]:
             if prompt.prompt_id == "1":
                 raise RolloutFailed("the environment is gone")
-            return ScoredPrompt((1.0, 1.0), 2, 0)
+            return [Trajectory.single_turn(make_response())] * 2, Scores((1.0, 1.0))
 
     stage = make_stage(*instances({}))
-    section, sampler, results = EvaluationSection(every=1), cast(Any, Programs()), list[SetResult]()
-    stage.loop.run(Evaluator(stage.pool, sampler, [a_set("words", 3)], section, results.extend).run(0, "v1"))
+    section, results = EvaluationSection(every=1), list[SetResult]()
+    parts: Any = stage.pool, Programs(), make_reward(RewardSection()), [a_set("words", 3)]
+    stage.loop.run(Evaluator(*parts, section, results.extend).run(0, "v1"))
     assert [(result.num_prompts, result.num_failed) for result in results] == [(2, 1)]
     assert "evaluation set words, prompt 1: the environment is gone" in caplog.text
 
