@@ -27,6 +27,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+from async_rl.rollout.group_maker import SingleTurns
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -143,7 +145,7 @@ def measure_rollouts(url: str, model: Path, stream: Stream, repeats: int) -> dic
             reward = make_reward(RewardSection(name=f"python:{reward_file}:score"))
             rollout = RolloutSection(responses_per_prompt=RESPONSES_PER_PROMPT, max_response_tokens=length)
             tokenizer = cast(Tokenizer, AutoTokenizer.from_pretrained(model))
-            producer = Producer(pool, reward, loop, tokenizer, rollout, seed=0)
+            producer = Producer(SingleTurns(pool, reward, tokenizer, rollout, seed=0), loop)
             try:
                 seconds = [rollout_s(producer, number) for number in range(repeats + 1)]
             finally:

@@ -65,12 +65,12 @@ class Case:
 
 
 class DrawnRollouts:
-    """In place of `ScoredRollouts`: groups of drawn lengths that finish in time."""
+    """In place of a `GroupMaker`: groups of drawn lengths that finish in time."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
 
-    def group(self, iteration: int, index: int, prompt: Prompt) -> Group:
+    def drawn(self, iteration: int, index: int, prompt: Prompt) -> Group:
         rng = random.Random(f"{self._case} {iteration} {index}")
         lengths = [
             max(1, min(LONGEST, round(MEDIAN_TOKENS * rng.lognormvariate(0, self._case.sigma)))) for _ in range(8)
@@ -97,8 +97,8 @@ class DrawnRollouts:
             finished_s=0.0,
         )
 
-    async def roll_out(self, iteration: int, index: int, prompt: Prompt, version: str) -> Group:
-        group = self.group(iteration, index, prompt)
+    async def group(self, iteration: int, index: int, prompt: Prompt, version: str) -> Group:
+        group = self.drawn(iteration, index, prompt)
         await asyncio.sleep(longest(group) / TOKENS_PER_S)
         return group
 
@@ -144,8 +144,11 @@ class _OfBatch:
         self._rollouts = rollouts
         self._batch = batch
 
-    async def roll_out(self, iteration: int, index: int, prompt: Prompt, version: str) -> Group:
-        return replace(await self._rollouts.roll_out(self._batch, index, prompt, version), iteration=iteration)
+    def take_figures(self) -> dict[str, Any]:
+        return {}
+
+    async def group(self, iteration: int, index: int, prompt: Prompt, version: str) -> Group:
+        return replace(await self._rollouts.group(self._batch, index, prompt, version), iteration=iteration)
 
 
 def replica_process(
@@ -159,7 +162,7 @@ def replica_process(
     for iteration in range(2 * num_batches):
         by_index = bool(iteration % 2)
         batch = make_batch(case, iteration // 2)
-        groups = [rollouts.group(iteration // 2, index, prompt) for index, prompt in batch.prompts.items()]
+        groups = [rollouts.drawn(iteration // 2, index, prompt) for index, prompt in batch.prompts.items()]
         seconds = max(map(longest, groups)) / TOKENS_PER_S
         speed = sum(map(num_tokens, groups)) / case.num_replicas / seconds * (case.slowed if replica == 0 else 1.0)
         config = TrainSection(iterations=1)

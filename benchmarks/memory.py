@@ -24,7 +24,7 @@ import torch
 
 from async_rl.config.file import load_config
 from async_rl.forecast.run_forecast import forecast_run
-from async_rl.preflight.model import ModelFiles
+from async_rl.preflight.model import read_shape
 from benchmarks.common.random_model import SIZES, save_endless_qwen3, save_word_tokenizer
 
 DEFAULT = ("2M", "31M", "135M")
@@ -142,7 +142,7 @@ def _peak_bytes(pid: int) -> int:
 def forecasts(config: Path) -> dict[str, int]:
     """What `async-rl check` forecasts of the same run, in bytes."""
     loaded = load_config(config)
-    forecast = forecast_run(loaded, ModelFiles.find(loaded.model.path).config)
+    forecast = forecast_run(loaded, read_shape(loaded.model.path))
     return {"trainer": forecast.rank.num_bytes, "instance": forecast.instance.num_bytes}
 
 

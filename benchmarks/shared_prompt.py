@@ -37,6 +37,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.model_shape import ModelShape
 from async_rl.types import Group
 from benchmarks.common.memory import allocated
 from benchmarks.common.random_group import random_group
@@ -48,7 +49,6 @@ from trainer.devices import choose_device
 from trainer.devices.attention_part import Part
 from trainer.forward_backward import TwoStagePass
 from trainer.model.gpt import SharedPromptGPT, build_model
-from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel, init_parallel
 
 CASES = ((64, 256, 8), (512, 128, 8), (1024, 128, 16), (2048, 256, 8), (256, 1024, 8))

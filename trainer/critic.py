@@ -9,7 +9,6 @@ Shape legend: N sampled tokens of one micro-batch.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,13 +21,14 @@ from async_rl.config.critic_section import CriticSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
+from async_rl.model_shape import ModelShape
+from async_rl.preflight.model import find_checkpoint, read_shape
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_host
 from trainer.forward_backward import Pass
 from trainer.hf.weights import load_hf_weights
 from trainer.loss_sums import sampled_logprobs
 from trainer.model.gpt import SharedPromptGPT, build_model
-from trainer.model.shape import ModelShape, find_checkpoint, read_model_shape
 from trainer.model.value_gpt import ValueGPT
 from trainer.parallel import Parallel
 from trainer.policy.frozen_model import FrozenModel
@@ -68,7 +68,7 @@ class Critic:
             ConfigError: there is no such checkpoint, its vocabulary is another one, or the layout does not divide it.
         """
         checkpoint = policy_checkpoint if section.path is None else find_checkpoint(section.path)
-        shape = replace(read_model_shape(checkpoint), tied=False, gives_values=True)
+        shape = read_shape(checkpoint, "critic.path").as_critic()
         if shape.vocab_size != policy_shape.vocab_size:
             raise ConfigError(
                 f"critic.path {section.path!r} has a vocabulary of {shape.vocab_size} tokens, the policy one of "

@@ -1,4 +1,5 @@
 """Losses and metrics of the groups trained since the last step, as sums: their count is known only at the step (I4).
+And the KL of rollouts to the reference, for algorithms that take it from the reward (`algorithm.kl_in = "reward"`).
 
 Shape legend: G responses and N sampled tokens of one micro-batch.
 """
@@ -10,9 +11,10 @@ import torch
 
 from async_rl.algorithms import Algorithm, Responses, Rollouts, Tokens, Totals
 from async_rl.algorithms.base import exact_sum
+from async_rl.algorithms.log_ratio import KLEstimator, kl_terms
 from async_rl.group_proof import GroupProof
 from async_rl.types import Group
-from trainer.algorithm_results import ENTROPY, require_loss, require_of_rollouts
+from trainer.algorithm_checks import ENTROPY, require_loss, require_of_rollouts
 from trainer.batching.group_codec import joined_tensor
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_device, to_host
@@ -137,3 +139,28 @@ def sampled_logprobs(micro_batch: MicroBatch, like: torch.Tensor) -> torch.Tenso
     """The log-probs that the instances reported of a micro-batch's sampled tokens, [N], as `like` in type and place."""
     reported = (response.logprobs for part in micro_batch.slices for response in part.responses)
     return to_device(joined_tensor(reported, like.dtype), like.device)
+
+
+def rollout_kl(
+    scored: Sequence[tuple[MicroBatch, torch.Tensor]], estimator: KLEstimator
+) -> dict[int, tuple[float, ...]]:
+    """Each group's KL per rollout, summed over its sampled tokens, by the group's index; waits once for the device.
+
+    The policy's side are the log-probs that the instances reported: those of the weights that sampled.
+
+    Args:
+        scored: micro-batches of whole groups, with the reference's log-probs of their N sampled tokens.
+    """
+    terms = [kl_terms(sampled_logprobs(batch, ref_N), ref_N, estimator) for batch, ref_N in scored]
+    found: dict[int, list[float]] = {}
+    for (batch, _), terms_N in zip(scored, to_host(terms), strict=True):
+        responses = [
+            (part.group, rollout, i)
+            for part in batch.slices
+            for rollout, i in zip(part.rollouts, part.indices, strict=True)
+        ]
+        sizes = [group.responses[i].num_sampled for group, _, i in responses]
+        for (group, rollout, _), own_N in zip(responses, terms_N.split(sizes), strict=True):
+            sums = found.setdefault(group.index, [0.0] * len(group.rollouts))
+            sums[rollout] += float(own_N.double().sum())
+    return {index: tuple(sums) for index, sums in found.items()}

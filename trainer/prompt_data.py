@@ -6,12 +6,12 @@ from typing import Any
 from async_rl.config.sections import Config
 from async_rl.data.prompts import PromptSource
 from async_rl.errors import ConfigError, WriteFailed
+from async_rl.preflight.model import find_checkpoint
 from async_rl.producer.client import Control
 from async_rl.programs.user_command import COMMAND
 from async_rl.programs.user_file import PREFIX, file_identity
 from async_rl.rewards.identity import reward_identity
 from trainer.checkpoint.compatibility import Contents
-from trainer.model.shape import find_checkpoint
 from trainer.parallel import Parallel
 
 CACHE = "prompts"

@@ -27,29 +27,33 @@ from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.group_proof import GroupProof
 from async_rl.loop import Window
+from async_rl.preflight.model import find_checkpoint, read_shape
 from async_rl.proof.gap_limits import noise_limits
 from async_rl.step_stats import StepStats, highest
 from async_rl.token_arrays import Logprobs, TokenIds
+from async_rl.tracking.throughput import ModelSize, TrainingPool
 from async_rl.training_order import TrainingOrder
 from async_rl.types import UNPROVEN, Group, Prompt, Response
-from trainer.algorithm_needs import require_possible
-from trainer.algorithm_results import require_denominator
+from trainer.algorithm_checks import (
+    require_denominator,
+    require_finite_rewards,
+    require_known_tokens,
+    require_one_micro_batch,
+    require_possible,
+)
 from trainer.batching.group_feed import GroupFeed
 from trainer.critic import Critic
 from trainer.devices.memory import memory_peaks
+from trainer.devices.peak_flops import peak_flops_of
 from trainer.forward_backward import Pass, make_passes
-from trainer.group_checks import require_finite_rewards, require_known_tokens, require_one_micro_batch
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.hf.weight_export import WeightExport
-from trainer.loss_sums import LossSums
-from trainer.model.shape import find_checkpoint, read_model_shape
-from trainer.model.size import training_pool
+from trainer.loss_sums import LossSums, rollout_kl
 from trainer.parallel import Parallel
 from trainer.policy.canary_weights import CanaryWeights
 from trainer.policy.frozen_model import FrozenModel
 from trainer.policy.optimizer import PolicyOptimizer
 from trainer.policy.tri_model import load_tri_model
-from trainer.rollout_kl import rollout_kl
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +85,7 @@ class MegatronTrainer:
         self._temperature = rollout.temperature
         self._old_policy = algorithm.old_policy
         self.checkpoint = find_checkpoint(model.path)
-        self._shape = read_model_shape(self.checkpoint)
+        self._shape = read_shape(self.checkpoint)
         self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._algorithm = make_algorithm(algorithm, rollout.max_response_tokens)
         require_possible(self._algorithm.needs, algorithm, train, critic)
@@ -104,8 +108,13 @@ class MegatronTrainer:
             source = (self.checkpoint, self._shape, self._dtype, parallel, section)
             self.critic = Critic(critic, algorithm, optimizer, train, *source)
         # The sizes of a teacher and a critic are their own.
-        sized = self._shape if self.critic is None and self.models.teacher is None else None
-        self.training_pool = training_pool(sized, self._dtype, parallel, len(self.models.frozen))
+        is_alone = self.critic is None and self.models.teacher is None
+        self.training_pool = TrainingPool(
+            num_devices=parallel.num_ranks,
+            model=ModelSize.of(self._shape) if is_alone else None,
+            num_frozen=len(self.models.frozen),
+            peak_flops=peak_flops_of(parallel.device.DEVICE, self._dtype),
+        )
         self.export = WeightExport(self.models.policy_model)
         self.canary_weights = CanaryWeights(self.models.policy_model)
         self._feed = GroupFeed(parallel, section)

@@ -18,7 +18,7 @@ from async_rl.algorithms.reinforce_pp_baseline import ReinforcePPBaseline
 from async_rl.algorithms.rloo import RLOO
 from async_rl.algorithms.sapo import SAPO
 from async_rl.algorithms.user_algorithm import load_algorithm
-from async_rl.config.algorithm_section import BUILT_IN, AlgorithmSection
+from async_rl.config.algorithm_section import AlgorithmSection
 
 __all__ = [
     "ALGORITHMS",
@@ -50,7 +50,6 @@ ALGORITHMS: dict[str, type[PolicyGradient]] = {
     "distillation": Distillation,
     "ppo": PPO,
 }
-assert ALGORITHMS.keys() == set(BUILT_IN)
 
 
 def make_algorithm(config: AlgorithmSection, max_response_tokens: int) -> Algorithm:

@@ -10,12 +10,12 @@ import torch
 
 from async_rl.algorithms.base import Rollouts, Totals
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.algorithm_options import UNUSED
+from async_rl.config.algorithm_traits import TRAITS
 
 
 class Distillation(PolicyGradient):
     SCALES_BY_STD = False
-    UNUSED = UNUSED["distillation"]
+    UNUSED = TRAITS["distillation"].unused
 
     def advantages(self, rollouts: Rollouts, totals: Totals | None) -> torch.Tensor:
         return torch.zeros(len(rollouts.rewards), dtype=torch.float64)

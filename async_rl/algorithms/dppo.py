@@ -13,11 +13,11 @@ import torch
 from async_rl.algorithms.base import Responses, Tokens
 from async_rl.algorithms.log_ratio import exp
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.algorithm_options import UNUSED, DPPOOptions
+from async_rl.config.algorithm_traits import TRAITS, DPPOOptions
 
 
 class DPPO(PolicyGradient):
-    UNUSED = UNUSED["dppo"]
+    UNUSED = TRAITS["dppo"].unused
     Options = DPPOOptions
     options: DPPOOptions
 

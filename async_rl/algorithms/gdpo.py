@@ -15,8 +15,8 @@ import torch
 
 from async_rl.algorithms.base import Rollouts, Totals
 from async_rl.algorithms.policy_gradient import STD_EPS, PolicyGradient, deviation
-from async_rl.config.algorithm_options import GDPOOptions
 from async_rl.config.algorithm_section import SHAPING, WHOLE_REWARD
+from async_rl.config.algorithm_traits import GDPOOptions
 
 
 class GDPO(PolicyGradient):

@@ -8,13 +8,13 @@ Rewards are at least 0, as in the paper, where they are 0 or 1.
 import torch
 
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.algorithm_options import UNUSED
+from async_rl.config.algorithm_traits import TRAITS
 from async_rl.errors import RewardError
 
 
 class MaxRL(PolicyGradient):
     SCALES_BY_STD = False
-    UNUSED = UNUSED["maxrl"]
+    UNUSED = TRAITS["maxrl"].unused
 
     def _advantages(self, rewards_G: torch.Tensor) -> torch.Tensor:
         """

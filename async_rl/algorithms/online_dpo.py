@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from async_rl.algorithms.base import LossSum, Needs, Responses, Rollouts, Tokens, Totals
 from async_rl.algorithms.log_ratio import kl_terms
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.algorithm_options import UNUSED, OnlineDPOOptions
+from async_rl.config.algorithm_traits import TRAITS, OnlineDPOOptions
 
 
 class OnlineDPO(PolicyGradient):
     """Only the shaping of rewards and the masking of rollouts are `PolicyGradient`'s."""
 
-    UNUSED = UNUSED["online_dpo"]
+    UNUSED = TRAITS["online_dpo"].unused
     Options = OnlineDPOOptions
     options: OnlineDPOOptions
 

@@ -10,7 +10,7 @@ import torch
 
 from async_rl.algorithms.base import Rollouts
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.algorithm_options import PFPPOOptions
+from async_rl.config.algorithm_traits import PFPPOOptions
 from async_rl.errors import RewardError
 
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-15, 1e15

@@ -15,12 +15,12 @@ import torch
 
 from async_rl.algorithms.base import Needs, Rollouts, Totals
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.algorithm_options import UNUSED
+from async_rl.config.algorithm_traits import TRAITS
 
 
 class PPO(PolicyGradient):
     SCALES_BY_STD = False
-    UNUSED = UNUSED["ppo"]
+    UNUSED = TRAITS["ppo"].unused
 
     @property
     def needs(self) -> Needs:

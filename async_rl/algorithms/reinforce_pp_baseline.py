@@ -14,14 +14,14 @@ import torch
 
 from async_rl.algorithms.base import Needs, Rollouts, Totals
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.algorithm_options import UNUSED
+from async_rl.config.algorithm_traits import TRAITS
 
 VARIANCE_EPS = 1e-8
 
 
 class ReinforcePPBaseline(PolicyGradient):
     SCALES_BY_STD = False
-    UNUSED = UNUSED["reinforce_pp_baseline"]
+    UNUSED = TRAITS["reinforce_pp_baseline"].unused
 
     @property
     def needs(self) -> Needs:

@@ -13,12 +13,12 @@ import torch
 from async_rl.algorithms.base import Responses, Tokens
 from async_rl.algorithms.log_ratio import exp
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.algorithm_options import UNUSED, SAPOOptions
+from async_rl.config.algorithm_traits import TRAITS, SAPOOptions
 
 
 class SAPO(PolicyGradient):
     NORMALIZE = "sequence"
-    UNUSED = UNUSED["sapo"]
+    UNUSED = TRAITS["sapo"].unused
     Options = SAPOOptions
     options: SAPOOptions
 

@@ -4,47 +4,18 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from async_rl.config.algorithm_traits import TRAITS, Traits
 from async_rl.config.section import Section
 
 Normalize = Literal["token", "sequence", "constant"]
 
-BUILT_IN = (
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "rloo",
-    "reinforce_pp_baseline",
-    "gspo",
-    "cispo",
-    "sapo",
-    "dppo",
-    "maxrl",
-    "gdpo",
-    "pf_ppo",
-    "online_dpo",
-    "distillation",
-    "ppo",
-)
-OF_WHOLE_BATCHES = ("reinforce_pp_baseline",)
-"""Those that need a batch's totals before the first advantage."""
-SCALED_BY_BATCH = ("gdpo",)
-"""Those with `scale_by_std = "batch"` by default."""
-OF_WHOLE_GROUPS = ("online_dpo",)
-"""Those that cannot train a group in several micro-batches."""
-OF_SINGLE_ROLLOUTS = ("distillation", "ppo")
-"""Those that do not compare the rollouts of a prompt."""
-WITH_CRITIC = ("ppo",)
-"""Those whose advantages a critic's values give."""
-WITH_WEIGHTS_OF_PARTS = ("gdpo",)
-"""Those whose `algorithm.options.weights` name parts of the reward."""
+BUILT_IN = ", ".join(TRAITS)
 WHOLE_REWARD, SHAPING = "reward", "shaping"
 """As these weights call a reward without parts, and what options of the algorithm add to it."""
 
 
 class AlgorithmSection(Section):
-    name: str = Field(
-        "grpo", description=f"{', '.join(BUILT_IN)}, or python:path/to/file.py:Class, your own (see algorithms.md)"
-    )
+    name: str = Field("grpo", description=f"{BUILT_IN}, or python:path/to/file.py:Class, your own (see algorithms.md)")
     options: dict[str, Any] = Field(default_factory=dict, description="of the algorithm itself (see algorithms.md)")
     clip_low: float | None = Field(
         None, ge=0.0, description="the ratio counts from 1 - clip_low; by default as the algorithm's paper has it"
@@ -97,19 +68,23 @@ class AlgorithmSection(Section):
         return self.name.startswith("python:")
 
     @property
+    def traits(self) -> Traits:
+        """Of a user's own class, of which only the trainer knows what it needs, those without any."""
+        return TRAITS.get(self.name, Traits())
+
+    @property
     def waits_for_batch(self) -> bool:
         """Whether a built-in algorithm needs a batch's totals before the first advantage (`Needs.totals`)."""
-        scale = ("batch" if self.name in SCALED_BY_BATCH else None) if self.scale_by_std is None else self.scale_by_std
+        is_scaled = self.traits.scaled_by_batch if self.scale_by_std is None else self.scale_by_std == "batch"
         # The deviation divides the surrogate only: a sum that holds other terms cannot be divided by it later.
         adds_terms = self.entropy_coef > 0 or (self.kl_coef > 0 and self.kl_in == "loss") or self.teacher is not None
-        return self.name in OF_WHOLE_BATCHES or (scale == "batch" and adds_terms)
+        return self.traits.totals or (is_scaled and adds_terms)
 
     @model_validator(mode="after")
     def _is_known(self) -> "AlgorithmSection":
-        if self.name not in BUILT_IN and not self.is_own:
+        if self.name not in TRAITS and not self.is_own:
             raise ValueError(
-                f"algorithm.name is {self.name!r}: expected one of {', '.join(BUILT_IN)}, or "
-                "python:path/to/file.py:Class"
+                f"algorithm.name is {self.name!r}: expected one of {BUILT_IN}, or python:path/to/file.py:Class"
             )
         return self
 

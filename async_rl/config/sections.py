@@ -9,16 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from async_rl.config.algorithm_section import (
-    OF_SINGLE_ROLLOUTS,
-    OF_WHOLE_BATCHES,
-    OF_WHOLE_GROUPS,
-    SHAPING,
-    WHOLE_REWARD,
-    WITH_CRITIC,
-    WITH_WEIGHTS_OF_PARTS,
-    AlgorithmSection,
-)
+from async_rl.config.algorithm_section import SHAPING, WHOLE_REWARD, AlgorithmSection
+from async_rl.config.algorithm_traits import GDPOOptions
 from async_rl.config.cluster_section import ClusterSection
 from async_rl.config.critic_section import NO_CRITIC, CriticSection
 from async_rl.config.evaluation_section import EvaluationSection
@@ -216,7 +208,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _critic_has_a_use(self) -> "Config":
         name = self.algorithm.name
-        if self.critic != NO_CRITIC and name not in WITH_CRITIC and not self.algorithm.is_own:
+        if self.critic != NO_CRITIC and not self.algorithm.traits.values and not self.algorithm.is_own:
             changed = [f"critic.{key}" for key, value in self.critic if value != getattr(NO_CRITIC, key)]
             raise ValueError(
                 f"algorithm.name is {name!r}, which has no critic, but {', '.join(changed)} is set: remove [critic], "
@@ -244,7 +236,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _weights_are_of_parts_that_exist(self) -> "Config":
         weights = self.algorithm.options.get("weights")
-        if self.algorithm.name not in WITH_WEIGHTS_OF_PARTS or not isinstance(weights, dict):
+        if self.algorithm.traits.options is not GDPOOptions or not isinstance(weights, dict):
             return self
         labels = list(self.reward.weights)
         if not labels or self.rollout.program != SINGLE_TURN:
@@ -287,7 +279,7 @@ class Config(Section):
                     f"prompts.{key} is {value} with rollout.responses_per_prompt = 1: it avoids prompts whose rewards "
                     f"are all equal, as a single one always is; set prompts.{key} = 0 or more responses"
                 )
-            if value and self.algorithm.name in OF_SINGLE_ROLLOUTS:
+            if value and self.algorithm.traits.single_rollouts:
                 raise ValueError(
                     f"prompts.{key} is {value} with algorithm.name = {self.algorithm.name!r}: it avoids prompts whose "
                     "rewards are all equal, but this algorithm does not compare the rewards of a prompt, and learns "
@@ -309,8 +301,8 @@ class Config(Section):
     def _whole_batches_are_waited_for(self) -> "Config":
         algorithm = self.algorithm
         if algorithm.waits_for_batch and self.train.mode != "synchronous":
-            adds = "" if algorithm.name in OF_WHOLE_BATCHES else " with KL, entropy or a teacher beside it"
-            remedy = "" if algorithm.name in OF_WHOLE_BATCHES else ", or algorithm.scale_by_std = true or false"
+            adds = "" if algorithm.traits.totals else " with KL, entropy or a teacher beside it"
+            remedy = "" if algorithm.traits.totals else ", or algorithm.scale_by_std = true or false"
             raise ValueError(
                 f"train.mode is {self.train.mode!r}, but algorithm.name = {algorithm.name!r}{adds} divides by a "
                 "deviation over the whole batch, so no group can be trained before the last one has finished: set "
@@ -323,7 +315,7 @@ class Config(Section):
         prompt, response = self.prompts.max_prompt_tokens, self.rollout.max_response_tokens
         longest = prompt + self.rollout.responses_per_prompt * response
         limit = self.trainer.micro_batch_tokens
-        if self.algorithm.name in OF_WHOLE_GROUPS and longest > limit:
+        if self.algorithm.traits.whole_groups and longest > limit:
             raise ValueError(
                 f"trainer.micro_batch_tokens is {limit}, but algorithm.name = {self.algorithm.name!r} compares "
                 f"rollouts of a whole group in one micro-batch, and a group may have {prompt} "
@@ -336,7 +328,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> "Config":
         # An error, not a warning: such a run would use its time without changing the weights.
-        compares = not self.algorithm.is_own and self.algorithm.name not in OF_SINGLE_ROLLOUTS
+        compares = not self.algorithm.is_own and not self.algorithm.traits.single_rollouts
         if self.rollout.responses_per_prompt == 1 and compares:
             raise ValueError(
                 f"rollout.responses_per_prompt is 1, but algorithm.name = {self.algorithm.name!r} compares the "

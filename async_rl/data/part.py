@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.prompts_section import SOURCES, MixturePart, PromptsSection
-from async_rl.data.dataset_rows import HUB, hub_rows, saved_rows
 from async_rl.data.jsonl_rows import JsonlRows
 from async_rl.data.row import Rows
-from async_rl.data.tabular_rows import parquet_rows
+from async_rl.data.tabular_rows import HUB, hub_rows, parquet_rows, saved_rows
 from async_rl.data.task_rows import QUESTION, REASONING_GYM, TaskRows
 from async_rl.data.whole_file_rows import csv_rows, json_rows
 from async_rl.errors import ConfigError

@@ -23,18 +23,15 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, InstanceError, NoInstanceLeft, StaleWeights
 from async_rl.evaluation.evaluator import Evaluator
-from async_rl.evaluation.output import Output
-from async_rl.evaluation.recorder import SetResult
-from async_rl.evaluation.sampler import Sampler
+from async_rl.evaluation.recorder import Output, SetResult
 from async_rl.evaluation.sets import LoadedSet, load_sets
-from async_rl.gateway.programs import make_program
+from async_rl.gateway.programs import make_group_maker
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import report_failure
 from async_rl.rewards import make_reward
 from async_rl.rewards.readable_answers import answer_check
-from async_rl.rollout.program_rollouts import make_program_rollouts
 from async_rl.rollout.prompt_room import require_len
 from async_rl.tokenizer import load_tokenizer
 from async_rl.types import WeightVersion
@@ -87,34 +84,11 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
         for loaded in sets:
             _require_room(config.rollout, loaded, pool.max_model_len)
         version = await _put_in_service(pool)
-        await reward.start()
-        closing.push_async_callback(reward.close)
-        programs = make_program_rollouts(
-            config.rollout,
-            config.prompts,
-            config.run.seed,
-            config.model.path,
-            pool,
-            tokenizer,
-            reward,
-            skip_special_tokens=config.reward.skip_special_tokens,
-            program=make_program(config.rollout, tokenizer, None),
-        )
-        if programs is not None:
-            closing.push_async_callback(programs.close)
-            await programs.start()
-        sampler = Sampler(
-            pool,
-            reward,
-            tokenizer,
-            config.rollout,
-            config.run.seed,
-            skip_special_tokens=config.reward.skip_special_tokens,
-            programs=programs,
-            on_scored=output.on_scored,
-        )
+        maker = make_group_maker(config, pool, tokenizer, reward)
+        closing.push_async_callback(maker.close)
+        await maker.start()
         once = EvaluationSection(sets=config.evaluation.sets, every=1)
-        evaluator = Evaluator(pool, sampler, sets, once, results.extend)
+        evaluator = Evaluator(pool, maker, reward, sets, once, results.extend, output.on_scored)
         await evaluator.run(0, version)
     _require_complete(results, evaluator.first_failure)
     output.finish(results)

@@ -16,10 +16,11 @@ from async_rl.config.evaluation_section import EvaluationSection
 from async_rl.errors import InstanceError, NoInstanceLeft, RewardError, RolloutFailed
 from async_rl.evaluation.figures import ScoredPrompt, figures_of, intervals_of
 from async_rl.evaluation.recorder import SetResult, SourceResult
-from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import LoadedSet, source_of
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.types import CorrectAt, Prompt, WeightVersion
+from async_rl.rewards import Reward
+from async_rl.rollout.group_maker import GroupMaker
+from async_rl.types import CorrectAt, Prompt, Response, Scores, WeightVersion
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,9 @@ RESPONSES_PER_INSTANCE = 64
 """Concurrent responses per instance: enough to keep it busy, few enough that it ends soon."""
 
 IDLE_POLL_S = 0.05
+
+OnScored = Callable[[LoadedSet, Prompt, Sequence[Response], Scores], None]
+"""Called with each finished prompt: its set, its responses, of programs their last turns, and their rewards."""
 
 MAX_SOURCES = 32
 """Of one set, whose figures are recorded one by one: a column with more values is hardly one of sources."""
@@ -104,19 +108,24 @@ class Evaluator:
     def __init__(
         self,
         pool: InferencePool,
-        sampler: Sampler,
+        maker: GroupMaker,
+        reward: Reward,
         sets: Sequence[LoadedSet],
         config: EvaluationSection,
         report: Callable[[Sequence[SetResult]], None],
+        on_scored: OnScored = lambda loaded, prompt, responses, scores: None,
     ) -> None:
-        """`report` gets the results of each evaluation, one per set."""
+        """`maker` scores with `reward`; its owner starts and closes it. `report` gets the results of each evaluation,
+        one per set."""
         self._pool = pool
-        self._sampler = sampler
+        self._maker = maker
+        self._reward = reward
         self._sets = tuple(sets)
         self._every = config.every
         self.first_failure = ""
         """Why the first prompt failed that did, of all evaluations."""
         self._report = report
+        self._on_scored = on_scored
         self._order = list(sets)
         self._stopping = asyncio.Event()
         self._awaited_since_s: float | None = None
@@ -149,7 +158,7 @@ class Evaluator:
                 if self._awaited_since_s is not None:
                     evaluation.delay_s = time.monotonic() - self._awaited_since_s
                 self._order.sort(key=evaluation.is_whole)  # stable: incomplete sets come first, in their previous order
-                correct_at = self._sampler.correct_at
+                correct_at = self._reward.correct_at
                 self._report([evaluation.result(loaded, correct_at) for loaded in self._sets])
 
     def note_awaited(self) -> None:
@@ -191,7 +200,7 @@ class Evaluator:
         while evaluation.waiting and not self._stopping.is_set():
             item = evaluation.waiting.popleft()
             try:
-                scored = await self._sampler.score(item.loaded, item.prompt, evaluation.version)
+                scored = await self._score(item, evaluation.version)
             except (InstanceError, RewardError, RolloutFailed) as error:
                 log.error("evaluation set %s, prompt %s: %s", item.loaded.name, item.prompt.prompt_id, error)
                 self.first_failure = self.first_failure or str(error)
@@ -203,3 +212,8 @@ class Evaluator:
                 self._stopping.set()
             else:
                 evaluation.scored[item] = scored
+
+    async def _score(self, item: _Item, version: WeightVersion) -> ScoredPrompt:
+        trajectories, scores = await self._maker.evaluate(item.loaded.config, item.prompt, version)
+        self._on_scored(item.loaded, item.prompt, [trajectory.last for trajectory in trajectories], scores)
+        return ScoredPrompt.of(trajectories, scores)

@@ -7,7 +7,7 @@ from statistics import fmean
 from async_rl.evaluation.intervals import Interval, mean_interval, share_interval
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.tracking.pass_at_k import ks_of, pass_at_k
-from async_rl.types import CorrectAt, Response, RewardParts, Scores, num_correct, reward_part_means
+from async_rl.types import CorrectAt, RewardParts, Scores, num_correct, reward_part_means
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +20,7 @@ class ScoredPrompt:
     reward_parts: RewardParts = ()
 
     @classmethod
-    def of(cls, responses: Sequence[Response], scores: Scores) -> "ScoredPrompt":
-        return cls(
-            rewards=scores.rewards,
-            reward_parts=scores.shown,
-            num_tokens=sum(len(response.token_ids) for response in responses),
-            num_truncated=sum(response.finish_reason == "length" for response in responses),
-        )
-
-    @classmethod
-    def of_trajectories(cls, trajectories: Sequence[Trajectory], scores: Scores) -> "ScoredPrompt":
+    def of(cls, trajectories: Sequence[Trajectory], scores: Scores) -> "ScoredPrompt":
         return cls(
             rewards=scores.rewards,
             reward_parts=scores.shown,

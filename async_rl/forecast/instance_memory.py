@@ -10,8 +10,8 @@ from math import ceil
 
 from async_rl.config.sections import Config
 from async_rl.forecast.memory import MIB, MemoryPart, ProcessMemory
-from async_rl.forecast.model_sizes import ModelSizes
 from async_rl.forecast.training_memory import WEIGHT_BYTES, WIDE_BYTES
+from async_rl.model_shape import ModelShape
 
 BASE_BYTES = {"cpu": 410 * MIB, "cuda": 700 * MIB, "npu": 700 * MIB}
 """An instance before it has a model: the interpreter with torch, transformers and the server, as measured on a CPU
@@ -33,7 +33,7 @@ PREFILL_TOKENS = 512
 """As in `inference_service/engine/cache_size.py`."""
 
 
-def instance_memory(config: Config, model: ModelSizes) -> ProcessMemory:
+def instance_memory(config: Config, model: ModelShape) -> ProcessMemory:
     """The peak of one instance, per worker where inference.tensor_parallel is above 1."""
     if config.inference.engine == "vllm":
         return _vllm(config, model)
@@ -104,12 +104,12 @@ def vllm_device_share(engine_options: Sequence[str]) -> float:
     return float(parser.parse_known_args(engine_options)[0].gpu_memory_utilization)
 
 
-def _ffn_of(model: ModelSizes) -> int:
+def _ffn_of(model: ModelShape) -> int:
     """Feed-forward values of one row at once: of all its experts, where it has them."""
     return model.ffn_size if model.experts is None else model.experts.top_k * model.experts.ffn_size
 
 
-def _vllm(config: Config, model: ModelSizes) -> ProcessMemory:
+def _vllm(config: Config, model: ModelShape) -> ProcessMemory:
     ways = config.inference.tensor_parallel
     weights = ceil(model.num_parameters * WEIGHT_BYTES[config.model.dtype] / ways)
     resident = [MemoryPart("weights", weights, f"{model.num_parameters:,} parameters, {config.model.dtype}")]

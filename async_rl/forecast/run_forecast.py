@@ -4,16 +4,14 @@ Pure arithmetic on the config and the config.json of its models: no weights are 
 models, and nothing is started.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from async_rl.config.sections import Config
 from async_rl.forecast.instance_memory import instance_memory
 from async_rl.forecast.memory import ProcessMemory
-from async_rl.forecast.model_sizes import ModelSizes
-from async_rl.forecast.training_memory import WEIGHT_BYTES, group_rows, has_critic, rank_memory
-from async_rl.preflight.model import ModelFiles
+from async_rl.forecast.training_memory import WEIGHT_BYTES, group_rows, rank_memory
+from async_rl.model_shape import ModelShape
+from async_rl.preflight.model import read_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,7 @@ class RunForecast:
     responses of full length; a program's rollouts count as single answers, since nothing says how long they are.
     """
 
-    model: ModelSizes
+    model: ModelShape
     num_ranks: int
     rank: ProcessMemory
     instance: ProcessMemory
@@ -34,16 +32,16 @@ class RunForecast:
     max_fed_rows: int
 
 
-def forecast_run(config: Config, model_config: Mapping[str, Any]) -> RunForecast:
-    """The forecast for a run whose model has this config.json.
+def forecast_run(config: Config, model: ModelShape) -> RunForecast:
+    """The forecast for a run of this model.
 
     Raises:
-        ConfigError: the model's family is not supported, a size is missing, another model of the run cannot be found,
-            or the ranks do not form replicas.
+        ConfigError: another model of the run cannot be found or is not supported, or the ranks do not form replicas.
     """
-    model = ModelSizes.of_config(model_config, f"model.path {config.model.path!r}")
     teacher = _other(config.algorithm.teacher, "algorithm.teacher")
-    critic = (_other(config.critic.path, "critic.path") or model) if has_critic(config) else None
+    critic = None
+    if config.algorithm.traits.values:
+        critic = (_other(config.critic.path, "critic.path") or model).as_critic()
     num_ranks = config.trainer.num_local_ranks * config.cluster.training_nodes
     prompts, responses = config.prompts.prompts_per_batch, config.rollout.responses_per_prompt
     return RunForecast(
@@ -58,7 +56,5 @@ def forecast_run(config: Config, model_config: Mapping[str, Any]) -> RunForecast
     )
 
 
-def _other(path: str | None, setting: str) -> ModelSizes | None:
-    if path is None:
-        return None
-    return ModelSizes.of_config(ModelFiles.find(path, setting, is_whole=False).config, f"{setting} {path!r}")
+def _other(path: str | None, setting: str) -> ModelShape | None:
+    return None if path is None else read_shape(path, setting)

@@ -10,12 +10,11 @@ Shape legend: T rows of a micro-batch, H hidden size, F feed-forward size, V voc
 from dataclasses import dataclass
 from math import ceil
 
-from async_rl.config.algorithm_section import WITH_CRITIC
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.forecast.memory import MIB, MemoryPart, ProcessMemory
-from async_rl.forecast.model_sizes import ModelSizes
+from async_rl.model_shape import ModelShape
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 WIDE_BYTES = 4
@@ -79,21 +78,15 @@ class RankParameters:
         return self.dense + self.experts
 
 
-def rank_parameters(model: ModelSizes, shares: Shares, *, gives_values: bool = False) -> RankParameters:
-    """The parameters of the rank that has most of them, the first or the last stage's.
-
-    `gives_values`: of a critic, whose output layer is one vector.
-    """
+def rank_parameters(model: ModelShape, shares: Shares) -> RankParameters:
+    """The parameters of the rank that has most of them, the first or the last stage's."""
     layers = ceil(model.num_layers / shares.pipeline)
     layer = ceil(model.divided_layer_parameters / shares.tensor) + model.whole_layer_parameters
     vocabulary = ceil(model.vocabulary_parameters / shares.tensor)
-    first = vocabulary
     # A tied head is a second copy where the last stage is not the first.
-    last = model.hidden_size + (model.hidden_size if gives_values else vocabulary)
-    if shares.pipeline == 1:
-        ends = first + last - (vocabulary if model.tied and not gives_values else 0)
-    else:
-        ends = max(first, last)
+    last = model.hidden_size + (model.hidden_size if model.gives_values else vocabulary)
+    whole = vocabulary + last - (vocabulary if model.tied else 0)
+    ends = whole if shares.pipeline == 1 else max(vocabulary, last)
     experts = layers * ceil(model.expert_layer_parameters / shares.expert)
     largest = max(
         vocabulary,
@@ -119,7 +112,7 @@ def trained_model_bytes(parameters: RankParameters, shares: Shares, dtype: str) 
     }
 
 
-def layer_values_per_row(model: ModelSizes, shares: Shares, recompute: str, *, fused_swiglu: bool) -> int:
+def layer_values_per_row(model: ModelShape, shares: Shares, recompute: str, *, fused_swiglu: bool) -> int:
     """Values that autograd keeps of one row in one layer, on one rank.
 
     The residual stream before both halves of the layer and its norms; queries, keys and values as the linear layer made
@@ -132,14 +125,14 @@ def layer_values_per_row(model: ModelSizes, shares: Shares, recompute: str, *, f
     if recompute == "full":
         return stream
     queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
-    attention = model.qkv_size + (queries if model.has_qk_norm else 0) + queries + keys + queries
+    attention = model.qkv_size + (queries if model.qk_norm else 0) + queries + keys + queries
     kept = 4 * stream + ceil(attention / shares.tensor)
     if recompute == "selective":
         return kept
     return kept + feed_forward_values_per_row(model, shares, fused_swiglu=fused_swiglu)
 
 
-def feed_forward_values_per_row(model: ModelSizes, shares: Shares, *, fused_swiglu: bool) -> int:
+def feed_forward_values_per_row(model: ModelShape, shares: Shares, *, fused_swiglu: bool) -> int:
     """Of `layer_values_per_row` those of the feed-forward part; experts get rows evenly, copied once for each."""
     if model.experts is None:
         return ceil((3 if fused_swiglu else 5) * model.ffn_size / shares.tensor)
@@ -167,7 +160,7 @@ def micro_batch_rows(config: Config) -> int:
     return min(config.trainer.micro_batch_tokens, groups * group_rows(config))
 
 
-def activation_bytes(model: ModelSizes, shares: Shares, config: Config, *, fused_swiglu: bool) -> int:
+def activation_bytes(model: ModelShape, shares: Shares, config: Config, *, fused_swiglu: bool) -> int:
     """Of the largest micro-batch, with its backward pass; on the first pipeline stage.
 
     That stage keeps as many micro-batches as the pipeline has stages. What is computed again, and the gradients of one
@@ -188,7 +181,7 @@ def activation_bytes(model: ModelSizes, shares: Shares, config: Config, *, fused
     return rows * width * (kept * shares.pipeline + again + gradients)
 
 
-def logits_bytes(model: ModelSizes, shares: Shares, config: Config) -> int:
+def logits_bytes(model: ModelShape, shares: Shares, config: Config) -> int:
     """Logits, their probabilities and one more of that size, of one chunk; then the head's gradient (`logprobs.py`)."""
     row_bytes = ceil(model.vocab_size / shares.tensor) * WIDE_BYTES
     rows = min(micro_batch_rows(config), max(1, CHUNK_BYTES // row_bytes))
@@ -196,13 +189,13 @@ def logits_bytes(model: ModelSizes, shares: Shares, config: Config) -> int:
 
 
 def rank_memory(
-    config: Config, model: ModelSizes, num_ranks: int, teacher: ModelSizes | None, critic: ModelSizes | None
+    config: Config, model: ModelShape, num_ranks: int, teacher: ModelShape | None, critic: ModelShape | None
 ) -> ProcessMemory:
     """The peak of one training rank.
 
     Args:
         teacher: the model of algorithm.teacher, if there is one.
-        critic: that of critic.path, or `model`, if the algorithm has a critic.
+        critic: that of critic.path, or `model`, below a critic's head, if the algorithm has a critic.
 
     Raises:
         ConfigError: `num_ranks` cannot be arranged as the config requires.
@@ -213,7 +206,7 @@ def rank_memory(
     resident = [MemoryPart("base of the process", BASE_BYTES[device], _base_reason(device))]
     resident += _trained_parts("", own, shares, dtype)
     if critic is not None:
-        resident += _trained_parts("critic's ", rank_parameters(critic, shares, gives_values=True), shares, dtype)
+        resident += _trained_parts("critic's ", rank_parameters(critic, shares), shares, dtype)
     frozen = _frozen_parts(config, model, shares, teacher, critic)
     on_host: tuple[MemoryPart, ...] = ()
     if config.trainer.frozen_weights == "host" and frozen:
@@ -263,7 +256,7 @@ def _trained_parts(whose: str, parameters: RankParameters, shares: Shares, dtype
 
 
 def _frozen_parts(
-    config: Config, model: ModelSizes, shares: Shares, teacher: ModelSizes | None, critic: ModelSizes | None
+    config: Config, model: ModelShape, shares: Shares, teacher: ModelShape | None, critic: ModelShape | None
 ) -> list[MemoryPart]:
     """The models without gradients: `trainer.policy.tri_model`, and the critic's old values."""
     width = WEIGHT_BYTES[config.model.dtype]
@@ -277,7 +270,7 @@ def _frozen_parts(
         size = rank_parameters(teacher, shares).total * width
         parts.append(MemoryPart("teacher", size, "algorithm.teacher"))
     if critic is not None and config.train.steps_per_batch > 1:
-        size = rank_parameters(critic, shares, gives_values=True).total * width
+        size = rank_parameters(critic, shares).total * width
         parts.append(MemoryPart("critic's old values", size, "train.steps_per_batch is above 1"))
     return parts
 
@@ -288,8 +281,3 @@ def _optimizer_phase(own: RankParameters, device: str) -> MemoryPart:
     if device == "cpu":
         return MemoryPart("optimizer step", 2 * own.largest * WIDE_BYTES, "roots of one tensor's second moments")
     return MemoryPart("optimizer step", own.total * WIDE_BYTES, "roots of all second moments, without a fused AdamW")
-
-
-def has_critic(config: Config) -> bool:
-    """Whether the built-in algorithm has a critic; what a user's own needs is known to the trainer only."""
-    return config.algorithm.name in WITH_CRITIC

@@ -20,22 +20,22 @@ from async_rl.errors import (
     InstanceTooSlow,
     StaleWeights,
 )
-from async_rl.instance.bodies import (
+from async_rl.instance.connections import Connections
+from async_rl.instance.dialect import (
     MODELS,
     RPC,
     VERSION,
     WEIGHT_INFO,
     WORLD_SIZE,
+    Dialect,
     Model,
     completion_request,
+    dialect_of,
     generate_request,
 )
-from async_rl.instance.connections import Connections
-from async_rl.instance.dialect import Dialect, dialect_of
-from async_rl.instance.http import MAX_BODY_BYTES, UNBOUNDED, InstanceHttp, RouteMissing, within
+from async_rl.instance.http import MAX_BODY_BYTES, UNBOUNDED, InstanceHttp, RouteMissing, while_it_progresses, within
 from async_rl.instance.model_tokens import ModelTokens, SampledTokens
 from async_rl.instance.partial_rollout import PartialRollout, request_of
-from async_rl.instance.patience import while_it_progresses
 from async_rl.instance.response_stream import (
     OnProgress,
     ResponseStream,

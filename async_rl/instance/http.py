@@ -1,8 +1,12 @@
 """Calls to one inference instance over HTTP, each with a response or an `InstanceError` that names the instance; for
-`async_rl.instance.client`."""
+`async_rl.instance.client`.
+"""
 
+import asyncio
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import NoReturn, TypeVar
 
 import aiohttp
@@ -142,3 +146,26 @@ def _error_info(answer: bytes) -> body.ErrorInfo | None:
         return body.ErrorResponse.model_validate_json(answer).error
     except ValidationError:
         return None
+
+
+@asynccontextmanager
+async def while_it_progresses(last_progress_s: Callable[[], float], timeout_s: float) -> AsyncIterator[None]:
+    """Raises TimeoutError in its body once `last_progress_s()`, a `time.monotonic()`, is `timeout_s` ago."""
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+    async with asyncio.timeout(None) as limit:
+
+        def look() -> None:
+            nonlocal timer
+            left_s = last_progress_s() + timeout_s - time.monotonic()
+            if left_s > 0:
+                timer = loop.call_later(left_s, look)
+            else:
+                limit.reschedule(loop.time())
+
+        look()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()

@@ -4,20 +4,30 @@ It is fast by design: it imports neither torch nor transformers, reads the first
 reward. `trial.py` has the slower checks of `async-rl check`; the trainer measures every prompt before it trains.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.preflight.algorithm import CRITIC, TEACHER, require_algorithm, require_other_models
+from async_rl.locks.run_lock import require_unlocked
 from async_rl.preflight.data import require_evaluation_sets, require_prompts
-from async_rl.preflight.exact import require_exact
-from async_rl.preflight.model import ModelFiles, require_divisible, require_fit, require_tokens, require_trainable
-from async_rl.preflight.paths import require_paths
+from async_rl.preflight.layout import require_layout
+from async_rl.preflight.model import (
+    CRITIC,
+    TEACHER,
+    ModelFiles,
+    require_exact,
+    require_fit,
+    require_other_models,
+    require_tokens,
+    require_trainable,
+)
 from async_rl.preflight.reward import require_reward, require_time_for_tests
 from async_rl.preflight.reward_rows import require_answers, require_columns, require_parts_of_rows
-from async_rl.preflight.rollout import require_program
+from async_rl.preflight.user_file import require_algorithm, require_program
+from async_rl.tracking.records import require_no_records
 
 __all__ = ["Fault", "find_faults", "find_missing_files", "require_sound"]
 
@@ -105,11 +115,13 @@ def _require_model(config: Config, trains: bool, serves: bool, is_whole: bool) -
         checks.append(lambda: require_exact(config, files))
         checks.append(lambda: require_other_models(config, files, serves=serves, is_whole=is_whole))
     if trains and serves:
-        checks.append(lambda: require_divisible(config, files))
+        num_ranks = config.trainer.num_local_ranks * config.cluster.training_nodes
+        checks.append(lambda: require_layout(config.trainer, files.shape, num_ranks))
     if serves:
         checks.append(lambda: require_fit(config, files))
     checks.append(lambda: require_tokens(config, files))
-    faults = [str(error) for error in map(_error_of, checks) if error is not None]
+    # What is wrong with config.json is found by more than one of them.
+    faults = dict.fromkeys(str(error) for error in map(_error_of, checks) if error is not None)
     if faults:
         raise ConfigError("\n".join(faults))
 
@@ -123,3 +135,29 @@ def _error_of(check: Callable[[], None]) -> ConfigError | None:
         # A path that is too long, or below a directory that may not be read.
         return ConfigError(f"{error.filename!r} cannot be read: {error.strerror}; name another path")
     return None
+
+
+def require_paths(config: Config) -> None:
+    """Checks `run.dir`, `publish.snapshot_dir` and `prompts.cache_dir`; creates none of them.
+
+    Raises:
+        ConfigError: one cannot be created or written, or `run.dir` has records of another run, or is in use by one.
+    """
+    _require_directory("run.dir", config.run.dir)
+    require_unlocked(config.run.dir)
+    require_no_records(config.run)
+    others = {"publish.snapshot_dir": config.publish.snapshot_dir, "prompts.cache_dir": config.prompts.cache_dir}
+    for key, path in others.items():
+        if path is not None:
+            _require_directory(key, path)
+
+
+def _require_directory(key: str, path: Path) -> None:
+    """Checks that `path` is a directory that can be written to, or can be created."""
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"{key} is {str(path)!r}, but {str(existing)!r} is a file: name a directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{key} is {str(path)!r}, but {str(existing)!r} cannot be written to by this user: name another directory"
+        )

@@ -8,35 +8,12 @@ also determines the number of replicas. Recomputation, the distributed optimizer
 groups, and the location of frozen weights work with every placement.
 """
 
-from typing import Protocol
-
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
+from async_rl.model_shape import ModelShape
 
 
-class ExpertCount(Protocol):
-    @property
-    def num_experts(self) -> int: ...
-
-
-class DividedModel(Protocol):
-    """The sizes of a model that are divided among ranks."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def ffn_size(self) -> int: ...
-    @property
-    def experts(self) -> ExpertCount | None: ...
-
-
-def require_layout(trainer: TrainerSection, model: DividedModel, num_ranks: int) -> None:
+def require_layout(trainer: TrainerSection, model: ModelShape, num_ranks: int) -> None:
     """Checks that `num_ranks` training ranks can train this model in the layout of `trainer`.
 
     Raises:
@@ -69,7 +46,7 @@ def _require_row_sharing(trainer: TrainerSection, has_experts: bool) -> None:
         )
 
 
-def _divisions(trainer: TrainerSection, model: DividedModel) -> list[tuple[str, int, str, int]]:
+def _divisions(trainer: TrainerSection, model: ModelShape) -> list[tuple[str, int, str, int]]:
     """(key, number of ways, what is divided, its size)."""
     tensor = trainer.tensor_parallel
     divisions = [

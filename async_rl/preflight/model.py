@@ -1,4 +1,4 @@
-"""A checkpoint's model, as described by its files, read as JSON."""
+"""A checkpoint's model as its files describe it, read as JSON, and whether a run can use it; other models, too."""
 
 import json
 from dataclasses import dataclass
@@ -11,18 +11,19 @@ from typing import Any
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.model_shape import ModelShape
 from async_rl.net.hub import hub_fault
 from async_rl.preflight.layout import require_layout
-from async_rl.preflight.model_features import not_held
 from async_rl.preflight.weight_files import HEAD, require_tied_head, stored_tensors
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
-"""`model_type` of the models that the trainer supports."""
+TEACHER = "algorithm.teacher"
+CRITIC = "critic.path"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 VALUE_HEADS = ("score.", "v_head.", "value_head.")
 """Of reward models and critics, which need no other head."""
 
+CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
 TEMPLATE_FILE = "chat_template.jinja"
 """As tokenizers save it; a chat_template.json is a processor's, which no tokenizer reads."""
 
@@ -108,7 +109,7 @@ class ModelFiles:
         if self.directory is None or any((self.directory / file).is_file() for file in TOKENIZER_FILES):
             return None
         return ConfigError(
-            f"{self.setting} {self.name!r} has no tokenizer: expected {' or '.join(TOKENIZER_FILES)} in it; save the "
+            f"{self.named} has no tokenizer: expected {' or '.join(TOKENIZER_FILES)} in it; save the "
             "tokenizer into the checkpoint's directory (tokenizer.save_pretrained)"
         )
 
@@ -116,16 +117,33 @@ class ModelFiles:
         """What to say if its directory has no weights."""
         if self.directory is None or any(self.directory.glob("*.safetensors")):
             return None
-        return ConfigError(
-            f"{self.setting} {self.name!r} has no *.safetensors: save its weights as safetensors (save_pretrained)"
-        )
+        return ConfigError(f"{self.named} has no *.safetensors: save its weights as safetensors (save_pretrained)")
+
+    @property
+    def shape(self) -> ModelShape:
+        """What its config.json describes.
+
+        Raises:
+            ConfigError: no model that the trainer supports.
+        """
+        return ModelShape.of_config(self.config, self.named)
+
+    @property
+    def named(self) -> str:
+        return f"{self.setting} {self.name!r}"
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence that the model has positions for; None if its config.json does not say it."""
+        positions = self.config.get("max_position_embeddings")
+        return positions if isinstance(positions, int) else None
 
     @property
     def highest_token(self) -> int | None:
         """The highest id that tokenizer.json has; None without one that can be read."""
         if self.directory is None or not (self.directory / "tokenizer.json").is_file():
             return None
-        tokenizer = _read_json(f"{self.setting} {self.name!r}", self.directory / "tokenizer.json")
+        tokenizer = _read_json(self.named, self.directory / "tokenizer.json")
         model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
         ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
@@ -140,6 +158,35 @@ class ModelFiles:
         if self.directory is None:
             return isinstance(_from_hub(self.name, TEMPLATE_FILE), Path)
         return (self.directory / TEMPLATE_FILE).is_file()
+
+
+def find_checkpoint(path: str) -> Path:
+    """The directory of the checkpoint called `path`: a local directory, or a hub name, downloaded once into HF's cache.
+
+    Raises:
+        ConfigError: `path` is neither.
+    """
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
+    if Path(path).exists():
+        raise ConfigError(f"model.path {path!r} has no config.json: give a Hugging Face checkpoint directory")
+    hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
+    fault = hub_fault()
+    try:
+        return Path(hub.snapshot_download(path, allow_patterns=list(CHECKPOINT_FILES)))
+    except (errors.HFValidationError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
+        raise ConfigError(
+            f"model.path {path!r} is neither a directory nor a model that can be fetched from the hub: {fault or error}"
+        ) from error
+
+
+def read_shape(name: Path | str, setting: str = "model.path") -> ModelShape:
+    """The model of a checkpoint, of which config.json is enough.
+
+    Raises:
+        ConfigError: as `ModelFiles.find` and `ModelFiles.shape`.
+    """
+    return ModelFiles.find(str(name), setting, is_whole=False).shape
 
 
 def require_trainable(config: Config, files: ModelFiles, *, is_whole: bool = True) -> None:
@@ -166,48 +213,38 @@ def require_supported(files: ModelFiles, *, is_whole: bool = True) -> None:
     Raises:
         ConfigError: one is not the case.
     """
-    family = files.config.get("model_type")
-    if family not in FAMILIES:
-        raise ConfigError(
-            f"{files.setting} {files.name!r} has model_type {family!r}, which the trainer does not support: expected "
-            f"one of {', '.join(FAMILIES)}"
-        )
-    for found, expected in not_held(files.config):
-        raise ConfigError(
-            f"{files.setting} {files.name!r} has {found} in its config.json, which the trainer does not support: "
-            f"expected {expected}"
-        )
+    shape = files.shape
     if is_whole and (missing := files.without_weights()):
         raise missing
     if is_whole and files.directory is not None:
-        _require_fitting_files(files, files.directory)
+        _require_fitting_files(files, shape, files.directory)
 
 
-def _require_fitting_files(files: ModelFiles, directory: Path) -> None:
+def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path) -> None:
     """Checks what is silently left out, or found late, where files and config.json do not belong together."""
-    named, tensors = f"{files.setting} {files.name!r}", stored_tensors(directory)
+    named, tensors = files.named, stored_tensors(directory)
     if not tensors:
         return
-    is_tied, head = files.config.get("tie_word_embeddings", False), tensors.get(HEAD)
     is_policy = not any(name.startswith(VALUE_HEADS) for name in tensors)
-    if head is None and not is_tied and is_policy:
+    if HEAD not in tensors and not shape.tied and is_policy:
         raise ConfigError(
             f"{named} has no {HEAD}, though its config.json has tie_word_embeddings = false: save the model whole, or "
             "set tie_word_embeddings to true if its output layer is the embedding"
         )
-    if is_tied:
+    if shape.tied:
         require_tied_head(named, tensors)
     biases = sorted(name for name in tensors if name.endswith("_proj.bias"))
-    if biases and files.config.get("model_type") != "qwen2":
+    if biases and not shape.qkv_bias:
         raise ConfigError(
-            f"{named} has {biases[0]}, which models of its model_type {files.config.get('model_type')!r} do not have: "
+            f"{named} has {biases[0]}, which models of its model_type {shape.family!r} do not have: "
             "name a checkpoint without biases, or one whose config.json is its own"
         )
-    vocabulary, highest = files.config.get("vocab_size"), files.highest_token
-    if isinstance(vocabulary, int) and highest is not None and highest >= vocabulary:
+    highest = files.highest_token
+    if highest is not None and highest >= shape.vocab_size:
         raise ConfigError(
-            f"{named} has a tokenizer with tokens up to {highest}, but the model's vocabulary ends at {vocabulary - 1} "
-            "(vocab_size of config.json): resize the model's embeddings, or save the tokenizer that belongs to it"
+            f"{named} has a tokenizer with tokens up to {highest}, but the model's vocabulary ends at "
+            f"{shape.vocab_size - 1} (vocab_size of config.json): resize the model's embeddings, or save the tokenizer "
+            "that belongs to it"
         )
 
 
@@ -217,8 +254,8 @@ def with_room(config: Config, files: ModelFiles) -> Config:
     For a program that measures the rows and names one that does not fit: the limit alone is no fault. A config whose
     responses leave no room at all stays as it is.
     """
-    positions, rollout = files.config.get("max_position_embeddings"), config.rollout
-    if not isinstance(positions, int):
+    positions, rollout = files.max_positions, config.rollout
+    if positions is None:
         return config
     if rollout.program == SINGLE_TURN:
         most = positions - rollout.max_response_tokens
@@ -235,16 +272,15 @@ def require_fit(config: Config, files: ModelFiles) -> None:
     Raises:
         ConfigError: they do not.
     """
-    positions = files.config.get("max_position_embeddings")
-    context = config.rollout.max_context_tokens
-    if isinstance(positions, int) and context is not None and context > positions:
+    positions, context = files.max_positions, config.rollout.max_context_tokens
+    if positions is not None and context is not None and context > positions:
         raise ConfigError(
             f"rollout.max_context_tokens is {context}, more than the model's {positions} positions "
             f"(max_position_embeddings of model.path {files.name!r}): lower it"
         )
     prompt, response = config.prompts.max_prompt_tokens, config.rollout.max_response_tokens
     if config.rollout.program != SINGLE_TURN:
-        most = min((length for length in (context, positions) if isinstance(length, int)), default=None)
+        most = min((length for length in (context, positions) if length is not None), default=None)
         if most is not None and prompt >= most:
             raise ConfigError(
                 f"prompts.max_prompt_tokens = {prompt} leaves no room for a turn: with all that is before it, it has "
@@ -252,7 +288,7 @@ def require_fit(config: Config, files: ModelFiles) -> None:
                 f"prompts.max_prompt_tokens to {most - 1} at most, or raise rollout.max_context_tokens"
             )
         return
-    if isinstance(positions, int) and prompt + response > positions:
+    if positions is not None and prompt + response > positions:
         remedy = (
             f"lower prompts.max_prompt_tokens to at most {positions - response}, or the responses"
             if positions > response
@@ -263,39 +299,6 @@ def require_fit(config: Config, files: ModelFiles) -> None:
             f"{prompt + response} tokens, more than the model's {positions} positions (max_position_embeddings of "
             f"model.path {files.name!r}): {remedy}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Experts:
-    num_experts: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The sizes that are divided among ranks; `async_rl.preflight.layout.DividedModel`."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    vocab_size: int
-    ffn_size: int
-    experts: _Experts | None
-
-
-def require_divisible(config: Config, files: ModelFiles) -> None:
-    """Checks that the training ranks of `async-rl run` can divide the model, if its config has all sizes.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "intermediate_size")
-    sizes = [files.config.get(name) for name in names]
-    # A checkpoint saved again by transformers 5 has the second name.
-    experts = files.config.get("num_experts", files.config.get("num_local_experts"))
-    layers, heads, kv_heads, vocabulary, ffn = (size if isinstance(size, int) else 0 for size in sizes)
-    if all(isinstance(size, int) for size in sizes) and isinstance(experts, int | None):
-        divided = _Sizes(layers, heads, kv_heads, vocabulary, ffn, None if experts is None else _Experts(experts))
-        require_layout(config.trainer, divided, config.trainer.num_local_ranks * config.cluster.training_nodes)
 
 
 def require_tokens(config: Config, files: ModelFiles) -> None:
@@ -339,3 +342,57 @@ def _read_json(named: str, file: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise ConfigError(f"{named}: {file} holds {type(read).__name__}, expected an object")
     return read
+
+
+def require_exact(config: Config, files: ModelFiles) -> None:
+    """Checks that trainer and instances can compute the same bits, if `train.exact` demands it.
+
+    Raises:
+        ConfigError: they cannot; names the setting, its value and the one that is needed.
+    """
+    if not config.train.exact:
+        return
+    needed: dict[str, tuple[object, object]] = {
+        "trainer.device": (config.trainer.device, "cpu"),
+        "model.dtype": (config.model.dtype, "float32"),
+        "inference.engine": (config.inference.engine, "transformers"),
+        "trainer.tensor_parallel": (config.trainer.tensor_parallel, 1),
+        "trainer.pipeline_parallel": (config.trainer.pipeline_parallel, 1),
+    }
+    for key, (value, expected) in needed.items():
+        if value != expected:
+            raise ConfigError(
+                f"train.exact needs {key} = {expected!r}, not {value!r}: change it, or set train.exact to false"
+            )
+    family = str(files.config.get("model_type"))
+    if family.endswith("_moe"):
+        raise ConfigError(
+            f"train.exact is for models without experts, and model.path {files.name!r} is of {family!r}: set "
+            "train.exact to false"
+        )
+
+
+def require_other_models(config: Config, policy: ModelFiles, *, serves: bool, is_whole: bool = True) -> None:
+    """Checks that `algorithm.teacher` and `critic.path`, where set, can read the policy's tokens on the ranks.
+
+    Args:
+        serves: whether these ranks are those of the config.
+        is_whole: without it weights and tokenizer may be missing.
+
+    Raises:
+        ConfigError: one cannot; names the setting.
+    """
+    for setting, name in ((TEACHER, config.algorithm.teacher), (CRITIC, config.critic.path)):
+        if name is None:
+            continue
+        model = ModelFiles.find(name, setting, is_whole=is_whole)
+        require_supported(model, is_whole=is_whole)
+        if serves:
+            num_ranks = config.trainer.num_local_ranks * config.cluster.training_nodes
+            require_layout(config.trainer, model.shape, num_ranks)
+        own, expected = model.shape.vocab_size, policy.config.get("vocab_size")
+        if own != expected:
+            raise ConfigError(
+                f"{model.named} has a vocabulary of {own} tokens, model.path {policy.name!r} one of "
+                f"{expected}: it reads the policy's tokens; name a checkpoint with the same tokenizer"
+            )

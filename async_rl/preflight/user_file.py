@@ -1,6 +1,6 @@
-"""Checks from the text of a user's file that it has what a setting names; nothing of it is executed.
+"""Checks from the text of users' files that they have the functions and classes that settings name.
 
-Errors during the loading of the file are reported by the process that runs it.
+Nothing of them is executed: errors during the loading of a file are reported by the process that runs it.
 """
 
 import ast
@@ -9,12 +9,71 @@ from importlib.util import find_spec
 from inspect import Parameter, Signature
 from pathlib import Path
 
+from async_rl.config.algorithm_options import require_used
+from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
 from async_rl.errors import ConfigError
+from async_rl.programs.renderer_names import require_renderer
+from async_rl.programs.user_command import COMMAND, split_command
 
 PREFIX = "python:"
 
 OPEN_ENDED = {"exec", "globals", "setattr", "vars", "__getattr__"}
 """Code that uses one of these may give a module names that its text does not show."""
+
+
+def require_algorithm(config: AlgorithmSection) -> None:
+    """Checks that a user's own algorithm is a class of its file, and what is set for a built-in one.
+
+    Raises:
+        ConfigError: it is no class of its file, named with the line where possible; a built-in one does not have these
+            options, or does not use a setting.
+    """
+    if config.is_own:
+        require_class("algorithm.name", config.name)
+    else:
+        require_used(config)
+
+
+def require_program(config: RolloutSection) -> None:
+    """Checks `rollout.program` and `rollout.renderer`.
+
+    Raises:
+        ConfigError: there is no such program, named with its file and, if possible, the line; or no such renderer.
+    """
+    if config.program == SINGLE_TURN:
+        return
+    if config.program.startswith(COMMAND):
+        split_command("rollout.program", config.program)
+    elif config.program.startswith(PREFIX):
+        definition = require_function("rollout.program", config.program)
+        if definition is not None and not definition.decorator_list:
+            _require_async(config.program, definition)
+    else:
+        raise ConfigError(
+            f"rollout.program is {config.program!r}: expected {SINGLE_TURN}, {PREFIX}path/to/file.py:function, or "
+            f"{COMMAND}PROGRAM ARGUMENTS"
+        )
+    require_renderer(config.renderer)
+
+
+def _require_async(name: str, definition: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+    if isinstance(definition, ast.FunctionDef):
+        raise ConfigError(
+            f"rollout.program {name!r}: line {definition.lineno}: the function is not asynchronous; write `async def`"
+        )
+    if any(map(_yields, definition.body)):
+        raise ConfigError(
+            f"rollout.program {name!r}: line {definition.lineno}: the function is a generator; return the reward, "
+            "without `yield`"
+        )
+
+
+def _yields(node: ast.AST) -> bool:
+    """Whether a statement yields, not counting functions that it defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+        return False
+    return isinstance(node, ast.Yield) or any(map(_yields, ast.iter_child_nodes(node)))
 
 
 def require_function(setting: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

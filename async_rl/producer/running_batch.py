@@ -5,16 +5,17 @@ The first failure of any of them cancels the others, and is sent to every replic
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
-from async_rl.errors import RolloutLost
+from async_rl.errors import AsyncRLError, RolloutLost
 from async_rl.group_codec import pack
 from async_rl.producer.dock import Docking, num_tokens
 from async_rl.producer.frames import Message, error_as_data
 from async_rl.rollout.garbage import COLLECTIONS
+from async_rl.rollout.group_maker import GroupMaker
 from async_rl.rollout.idle_work import IdleWork
-from async_rl.rollout.scored_rollouts import ScoredRollouts
 from async_rl.types import Batch, Group, WeightVersion
 
 log = logging.getLogger(__name__)
@@ -40,28 +41,28 @@ class RunningBatch:
     Args:
         idle_work: gets the pool when the rollouts have finished.
         on_group: gets each group that finished.
-        on_finished: called when all have finished.
+        on_figures: gets those of the rollouts when all have finished, if there are any.
         with_texts: groups have texts and rows, which training needs none of.
     """
 
     def __init__(
         self,
-        rollouts: ScoredRollouts,
+        maker: GroupMaker,
         mini_batches: Sequence[Batch],
         version: WeightVersion,
         docking: Docking,
         idle_work: IdleWork | None = None,
         on_group: Callable[[Group], object] = lambda group: None,
-        on_finished: Callable[[], None] = lambda: None,
+        on_figures: Callable[[Mapping[str, Any]], None] = lambda figures: None,
         *,
         with_texts: bool = False,
     ) -> None:
-        self._rollouts = rollouts
+        self._maker = maker
         self._batch = Batch.union(mini_batches)
         self._version = version
         self._idle_work = idle_work
         self._on_group = on_group
-        self._on_finished = on_finished
+        self._on_figures = on_figures
         self._with_texts = with_texts
         self._given: list[asyncio.Queue[Group | Message]] = [asyncio.Queue() for _ in range(docking.num_replicas)]
         self._docks = docking.docks(mini_batches, self._give)
@@ -148,7 +149,7 @@ class RunningBatch:
         self._is_settled = True
         if self._held is not None:
             self._put(*self._held)
-        self._on_finished()
+        self._report_figures()
         if self._idle_work is not None:
             try:
                 await self._idle_work.run(self._batch.iteration, self._version)
@@ -156,10 +157,21 @@ class RunningBatch:
                 # Training does not depend on it; no other code awaits this task.
                 log.exception("the work of the idle pool failed in iteration %d", self._batch.iteration)
 
+    def _report_figures(self) -> None:
+        if not (taken := self._maker.take_figures()):
+            return
+        figures = {"iteration": self.iteration, **taken}
+        log.info("rollouts: %s", figures)
+        try:
+            self._on_figures(figures)
+        except AsyncRLError as error:
+            # The groups are complete: the figures alone are lost.
+            log.error("the figures of the rollouts of iteration %d are not recorded: %s", self.iteration, error)
+
     async def _produce(self, index: int) -> None:
         iteration, prompt = self._batch.iteration, self._batch.prompts[index]
         try:
-            group = await self._rollouts.roll_out(iteration, index, prompt, self._version)
+            group = await self._maker.group(iteration, index, prompt, self._version)
         except Exception as error:
             if index in self._cancelled:
                 log.info("a rollout that was cancelled, index %d of its batch, failed: %s", index, error)

@@ -5,6 +5,7 @@
 """
 
 import asyncio
+import gc
 import json
 import logging
 import time
@@ -20,14 +21,13 @@ from async_rl.data.prompts import PromptSource, Tokenizer
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import EvaluationRecorder
-from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import load_sets
 from async_rl.event_loop import EventLoopThread
 from async_rl.files import append_lines
 from async_rl.fleet.dns import DnsMembership
 from async_rl.fleet.orders import ORDERS_FILE, Orders
 from async_rl.fleet.server import FleetServer
-from async_rl.gateway.programs import make_program
+from async_rl.gateway.programs import make_group_maker
 from async_rl.group_proof import GroupProof
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.client import MAX_IDLE_WORK_S, publication_of
@@ -42,9 +42,8 @@ from async_rl.publish.publisher import Publisher
 from async_rl.publish.remote_sender import RemoteSender
 from async_rl.rewards import Reward, make_reward
 from async_rl.rewards.readable_answers import answer_check
-from async_rl.rollout.program_rollouts import ProgramRollouts, make_program_rollouts
+from async_rl.rollout.group_maker import GroupMaker
 from async_rl.rollout.prompt_room import require_len
-from async_rl.rollout.scored_rollouts import ScoredRollouts
 from async_rl.tokenizer import load_tokenizer
 from async_rl.tracking.recorder import IterationRecord, Recorder
 from async_rl.tracking.records import ROLLOUTS
@@ -104,11 +103,10 @@ class Work:
         self._tokenizer: Tokenizer
         self._reward: Reward
         self._prompts: PromptSource
-        self._rollouts: ScoredRollouts
+        self._maker: GroupMaker
         self._recorder: Recorder
         self._publisher: Publisher | None = None
         self._evaluator: Evaluator | None = None
-        self._programs: ProgramRollouts | None = None
         self._docking = Docking()
         self._batches = BatchStarts()
         self._rolled_out: list[tuple[float, float]] = []
@@ -155,21 +153,14 @@ class Work:
             self._start(DnsMembership(pool, config.pool.dns))
         loop.run(pool.wait_until_ready())
         pool.min_model_len = require_len(config.rollout, self._prompts.longest, pool.max_model_len)
-        self._programs = self._make_programs()
+        self._maker = make_group_maker(config, pool, self._tokenizer, self._reward, config.publish.master_address)
         trackers = open_trackers(config.tracking, config.run.dir, first_iteration, config.model_dump(mode="json"))
         self._closing.callback(trackers.close)
         self._evaluator = self._make_evaluator(EvaluationRecorder(config.run.dir, self._require_lease, trackers))
-        self._rollouts = ScoredRollouts(
-            pool,
-            self._reward,
-            self._tokenizer,
-            config.rollout,
-            config.run.seed,
-            skip_special_tokens=config.reward.skip_special_tokens,
-            programs=self._programs,
-        )
-        self._closing.callback(lambda: loop.end(self._rollouts.close(), CLOSE_TIMEOUT_S))
-        loop.run(self._rollouts.start(), START_TIMEOUT_S)
+        self._closing.callback(lambda: loop.end(self._maker.close(), CLOSE_TIMEOUT_S))
+        loop.run(self._maker.start(), START_TIMEOUT_S)
+        # Collections of garbage stop all rollouts: what has been made until now stays, and is not looked at again.
+        gc.freeze()
         self._recorder = Recorder(
             config.run.dir,
             config.train.num_iterations,
@@ -239,13 +230,13 @@ class Work:
         # Rows are read from disk: the loop goes on meanwhile.
         parts = await asyncio.to_thread(lambda: list(map(self._find, message["mini_batches"])))
         return RunningBatch(
-            self._rollouts,
+            self._maker,
             [Batch(iteration, prompts, message["first_reserve"]) for prompts in parts],
             message["version"],
             self._docking,
             self._evaluator,
             self._note_group,
-            partial(self._note_rollouts, iteration),
+            self._write_figures,
         )
 
     def _find(self, prompts: Sequence[tuple[int, str]]) -> dict[int, Prompt]:
@@ -255,29 +246,11 @@ class Work:
         self._samples.offer(group)
         self._rolled_out.append((group.started_s, group.finished_s))
 
-    def _note_rollouts(self, iteration: int) -> None:
-        """All rollouts of an iteration have finished."""
-        self._rollouts.note_finished(iteration, self._write_rollouts)
-
-    def _write_rollouts(self, figures: Mapping[str, Any]) -> None:
+    def _write_figures(self, figures: Mapping[str, Any]) -> None:
         self._require_lease()
         append_lines(self._config.run.dir / ROLLOUTS, [json.dumps(figures)])
 
     # Parts
-
-    def _make_programs(self) -> ProgramRollouts | None:
-        config = self._config
-        return make_program_rollouts(
-            config.rollout,
-            config.prompts,
-            config.run.seed,
-            config.model.path,
-            self._pool,
-            self._tokenizer,
-            self._reward,
-            skip_special_tokens=config.reward.skip_special_tokens,
-            program=make_program(config.rollout, self._tokenizer, config.publish.master_address),
-        )
 
     def _make_evaluator(self, recorder: EvaluationRecorder) -> Evaluator | None:
         config = self._config
@@ -291,16 +264,7 @@ class Work:
             self._prompts.held_out,
             answer_check(config.reward),
         )
-        sampler = Sampler(
-            self._pool,
-            self._reward,
-            self._tokenizer,
-            config.rollout,
-            config.run.seed,
-            skip_special_tokens=config.reward.skip_special_tokens,
-            programs=self._programs,
-        )
-        evaluator = Evaluator(self._pool, sampler, sets, config.evaluation, recorder.write)
+        evaluator = Evaluator(self._pool, self._maker, self._reward, sets, config.evaluation, recorder.write)
         if evaluator.longest is not None:
             require_len(config.rollout, evaluator.longest, self._pool.max_model_len)
         return evaluator

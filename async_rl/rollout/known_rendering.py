@@ -14,8 +14,7 @@ from renderers.parsers import Qwen3ToolParser
 
 from async_rl.errors import ConfigError
 from async_rl.programs.renderer_names import AUTO, require_renderer
-from async_rl.rollout.messages import InvalidRequest, Message, Tool
-from async_rl.rollout.rendering import ParsedCall, ToolParser
+from async_rl.rollout.messages import InvalidRequest, Message, ParsedCall, Tool, ToolParser
 from async_rl.token_arrays import TokenIds
 
 

@@ -5,7 +5,8 @@ the reasoning. None of that changes what the policy has said, so none of it may 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -13,6 +14,19 @@ Message = Mapping[str, Any]
 
 Tool = Mapping[str, Any]
 """An OpenAI function tool: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A call of a function in what was sampled; `arguments` are JSON text, `id` is None where the model gives none."""
+
+    name: str
+    arguments: str
+    id: str | None
+
+
+ToolParser = Callable[[Sequence[int]], tuple[list[int], list[ParsedCall]]]
+"""Sampled tokens -> those outside of calls, and the calls."""
 
 MessageKey = tuple[Any, ...]
 """Equal for messages that say the same."""

@@ -1,4 +1,4 @@
-"""Rollouts that are runs of a program: whole groups for `producer`, those of held-out prompts for an evaluation.
+"""The `GroupMaker` whose rollouts are runs of a program.
 
 A run that fails is repeated, with the turns that were sampled already, up to `rollout.max_attempts` times; one that was
 ended because of another one is repeated without being counted. A limit is no failure: the rollout is truncated, keeps
@@ -8,14 +8,15 @@ its turns, and gets a reward like any other.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakValueDictionary
 
 from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.prompts_section import PromptsSection
-from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
+from async_rl.config.rollout_section import RolloutSection
 from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
 from async_rl.data.prompts import Tokenizer, conversation_of
 from async_rl.errors import InstanceRefused, PromptFailed, RolloutFailed
@@ -25,11 +26,10 @@ from async_rl.rollout.expected_length import ExpectedLength
 from async_rl.rollout.program import Program, ProgramFailed, ProgramInterrupted, ProgramPrompt
 from async_rl.rollout.rendering import make_renderer
 from async_rl.rollout.rollout_figures import RolloutFigures
-from async_rl.rollout.sampling import ALL_TOKENS, Truncation
+from async_rl.rollout.sampling import Truncation
 from async_rl.rollout.session import NothingSampled, RolloutSession, Sessions
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.rollout.turn_limits import most_letters_of
-from async_rl.rollout.worker_programs import WorkerProgram
 from async_rl.seeds import evaluation_rollout_seed, rollout_seed
 from async_rl.types import Group, Prompt, RewardParts, Scores, WeightVersion
 
@@ -99,19 +99,13 @@ def make_program_rollouts(
     reward: Reward,
     *,
     skip_special_tokens: bool,
-    program: Program | None = None,
-) -> "ProgramRollouts | None":
-    """The rollouts of `rollout.program`, or None for those of a single turn, which the producer generates itself.
-
-    Args:
-        program: runs them; None runs a function in worker processes.
+    program: Program,
+) -> "ProgramRollouts":
+    """The rollouts that `program` runs.
 
     Raises:
-        ConfigError: there is no such program, or no renderer for its messages.
+        ConfigError: there is no renderer for its messages.
     """
-    if rollout.program == SINGLE_TURN:
-        return None
-    program = program or WorkerProgram(rollout)
     ends = pool.model_tokens.end_token_ids if pool.model_tokens is not None else ()
     renderer = make_renderer(rollout.renderer, tokenizer, model_path, ends, prompts.template_arguments)
     sessions = Sessions(
@@ -126,7 +120,7 @@ def pause_before(attempt: int) -> float:
 
 
 class ProgramRollouts:
-    """Makes groups with a program; all methods run on the producer's event loop."""
+    """Implements `GroupMaker` with a program."""
 
     def __init__(
         self,
@@ -146,22 +140,20 @@ class ProgramRollouts:
         self._seed = seed
         self._slots = Slots(rollout.max_concurrent, rollout.max_concurrent_per_environment)
         self._expected_length = ExpectedLength(rollout.max_response_tokens)
-        self.figures = RolloutFigures(rollout.program)
+        self._figures = RolloutFigures(rollout.program)
 
     async def start(self) -> None:
-        """See `Program.start`."""
+        await self._reward.start()
         await self._program.start()
 
     async def close(self) -> None:
         await self._program.close()
+        await self._reward.close()
+
+    def take_figures(self) -> Mapping[str, Any]:
+        return self._figures.take()
 
     async def group(self, iteration: int, index: int, prompt: Prompt, version: WeightVersion) -> Group:
-        """The scored group of one prompt: `rollout.responses_per_prompt` runs of the program, at the same time.
-
-        Raises:
-            RolloutFailed: a run failed too often, or gives no reward where there is no other one.
-            RewardError, InstanceError, NoInstanceLeft: see errors.py.
-        """
         started_s = time.monotonic()
         places = [
             _Place(
@@ -178,7 +170,7 @@ class ProgramRollouts:
         finished, scores = await self._roll_out_all(places, self._sessions, expected)
         trajectories = [each.trajectory for each in finished]
         for each in finished:
-            self.figures.note(
+            self._figures.note(
                 self._environment_of(prompt), prompt.prompt_id, each.trajectory, each.seconds, each.num_repeats
             )
         self._expected_length.note(prompt.prompt_id, [t.num_tokens / t.num_turns for t in trajectories])
@@ -198,17 +190,8 @@ class ProgramRollouts:
         )
 
     async def evaluate(
-        self,
-        of_set: EvaluationSet,
-        prompt: Prompt,
-        version: WeightVersion,
-        truncation: Truncation = ALL_TOKENS,
-    ) -> tuple[list[Trajectory], Scores]:
-        """The rollouts of a prompt of an evaluation set, with their rewards; in no figures of the training.
-
-        Raises:
-            As `group`.
-        """
+        self, of_set: EvaluationSet, prompt: Prompt, version: WeightVersion
+    ) -> tuple[Sequence[Trajectory], Scores]:
         prompts = self._prompts if of_set.source == HELD_OUT else prompts_of_set(of_set, self._prompts)
         places = [
             _Place(
@@ -222,7 +205,7 @@ class ProgramRollouts:
             for number in range(of_set.num_samples)
         ]
         rollout = self._rollout.model_copy(update={"temperature": of_set.temperature})
-        sessions = replace(self._sessions, rollout=rollout, truncation=truncation)
+        sessions = replace(self._sessions, rollout=rollout, truncation=Truncation(of_set.top_p, of_set.top_k))
         finished, scores = await self._roll_out_all(places, sessions, float(self._rollout.max_response_tokens))
         return [each.trajectory for each in finished], scores
 

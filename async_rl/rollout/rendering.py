@@ -10,7 +10,6 @@ otherwise.
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 from async_rl.errors import ConfigError
 from async_rl.programs.extras import require_extras
 from async_rl.programs.renderer_names import AUTO, TEMPLATE
-from async_rl.rollout.messages import InvalidRequest, Message, Tool
+from async_rl.rollout.messages import InvalidRequest, Message, ParsedCall, Tool, ToolParser
 from async_rl.token_arrays import TokenIds
 
 log = logging.getLogger(__name__)
@@ -30,15 +29,6 @@ NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 PLAIN_BEGINNINGS = ("x", "\n", "")
 """Texts to encode after where no token border is: a line break follows a letter, a word follows a line break."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedCall:
-    """A call of a function in what was sampled; `arguments` are JSON text, `id` is None where the model gives none."""
-
-    name: str
-    arguments: str
-    id: str | None
 
 
 class Renderer(Protocol):
@@ -79,12 +69,6 @@ class Renderer(Protocol):
         self, context: TokenIds, sampled: TokenIds, tools: Sequence[Tool] | None
     ) -> tuple[dict[str, Any], list[ParsedCall]]:
         """What the policy said as a message, and its calls, which are not in the message yet: they lack an id."""
-        ...
-
-
-class ToolParser(Protocol):
-    def __call__(self, token_ids: Sequence[int]) -> tuple[list[int], list[ParsedCall]]:
-        """The tokens outside of calls, and the calls."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a finished rollout of a program is, before the G of them become a group; made by `RolloutSession.finish`."""
+"""What a finished rollout is, before the G of them become a group; of a program made by `RolloutSession.finish`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +21,12 @@ class Trajectory:
     num_turns: int
     last: Response
     num_faults: int = 0
+
+    @classmethod
+    def single_turn(cls, response: Response) -> "Trajectory":
+        """The rollout that is one response, which `[reward]` scores."""
+        status = RolloutFacts.single_turn(response).status
+        return cls(responses=(response,), reward=None, turn_rewards=(), status=status, num_turns=1, last=response)
 
     @property
     def facts(self) -> RolloutFacts:

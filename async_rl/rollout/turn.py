@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from async_rl.config.prompts_section import MAX_STOPS
-from async_rl.rollout.messages import InvalidRequest, Message
-from async_rl.rollout.rendering import ParsedCall
+from async_rl.rollout.messages import InvalidRequest, Message, ParsedCall
 from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.types import WeightVersion, digest_of
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from async_rl.group_proof import GroupProof
+from async_rl.model_shape import ModelShape
 
 BACKWARD = 2
 """FLOPs of a backward pass over those of the forward pass: gradients of the inputs and of the weights."""
@@ -27,6 +28,19 @@ class ModelSize:
     num_layer_parameters: int
     num_output_parameters: int
     attention_width: int
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> "ModelSize":
+        """Weights of matrix products only: norms, biases and the look-up of embeddings take next to no FLOPs."""
+        hidden, heads = shape.hidden_size, 2 * shape.num_heads + 2 * shape.num_kv_heads
+        ffn = 3 * hidden * shape.ffn_size
+        if (experts := shape.experts) is not None:
+            ffn = hidden * (experts.num_experts + 3 * experts.top_k * experts.ffn_size)
+        return cls(
+            num_layer_parameters=shape.num_layers * (hidden * shape.head_dim * heads + ffn),
+            num_output_parameters=hidden * shape.vocab_size,
+            attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
+        )
 
     def forward_flops(self, row: GroupProof) -> float:
         """Of one group: 2 * (layer parameters * rows + output parameters * sampled tokens) + 4 * width * pairs.

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
+from async_rl.model_shape import ModelShape
 from benchmarks.common.random_model import save_random_qwen3
 from trainer.batching.shared_prompt import MicroBatch
-from trainer.model.shape import ModelShape
 
 SIZES = {
     "tiny": ModelShape(

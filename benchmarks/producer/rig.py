@@ -25,6 +25,7 @@ from async_rl.producer.client import RemoteRun
 from async_rl.producer.dock import Docking
 from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
+from async_rl.rollout.group_maker import SingleTurns
 from async_rl.token_arrays import TokenIds
 from async_rl.types import Batch, Prompt
 from benchmarks.producer.mock_instance import Script
@@ -66,7 +67,7 @@ def open_producer(
         reward = make_reward(RewardSection(name=f"python:{reward_file}:score"))
         rollout = RolloutSection(responses_per_prompt=responses_per_prompt, max_response_tokens=MAX_RESPONSE_TOKENS)
         tokenizer = make_tokenizer() if has_texts else cast(prompts.Tokenizer, NoTexts())
-        producer = kind(pool, reward, loop, tokenizer, rollout, seed=0, docking=docking)
+        producer = kind(SingleTurns(pool, reward, tokenizer, rollout, seed=0), loop, docking=docking)
         producer.with_texts = False
         closing.callback(producer.close)
         yield producer

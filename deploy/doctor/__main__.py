@@ -18,7 +18,7 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.forecast.run_forecast import RunForecast, forecast_run
-from async_rl.preflight.model import ModelFiles
+from async_rl.preflight.model import read_shape
 from async_rl.programs.command_line import Parser
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.doctor.clocks import find_clock_facts, servers_of
@@ -48,7 +48,7 @@ def _forecast(config: Config | None) -> RunForecast | None:
     if config is None:
         return None
     try:
-        return forecast_run(config, ModelFiles.find(config.model.path, is_whole=False).config)
+        return forecast_run(config, read_shape(config.model.path))
     except ConfigError:
         return None
 

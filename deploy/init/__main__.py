@@ -52,7 +52,8 @@ def look_around(model: str, source: str, reward: str | None, prompt_column: str 
     device, num_devices = _devices()
     return Seen(
         model_path=model,
-        model_config=files.config,
+        shape=files.shape,
+        max_positions=files.max_positions,
         has_chat_template=files.has_chat_template,
         source=source,
         look=look,

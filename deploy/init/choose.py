@@ -3,7 +3,7 @@
 Pure: the machine is an argument. A setting comes with the reason that the config's comment gives.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,8 +11,8 @@ from typing import Any, Literal
 from async_rl.config.file import parse_config
 from async_rl.config.keys import set_dotted
 from async_rl.errors import ConfigError
-from async_rl.forecast.model_sizes import ModelSizes
 from async_rl.forecast.run_forecast import forecast_run
+from async_rl.model_shape import ModelShape
 from async_rl.preflight.first_look import FirstLook
 from deploy.init.vllm_choice import VllmChoice
 from deploy.local.machine_memory import HostMemory
@@ -62,13 +62,14 @@ VLLM_SHARE_OF_ONE = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known: the model's config.json, the data, the machine. `prompt_tokens` is of the longest prompt seen.
+    """What is known: the model, the data, the machine. `prompt_tokens` is of the longest prompt seen.
 
     `device_bytes` is the memory of one device.
     """
 
     model_path: str
-    model_config: Mapping[str, Any]
+    shape: ModelShape
+    max_positions: int | None
     has_chat_template: bool
     source: str
     look: FirstLook
@@ -97,15 +98,13 @@ def choose(seen: Seen, run_dir: str) -> list[Choice]:
     Raises:
         ConfigError: no setting makes the run fit, the model takes no prompt of this length, or is not supported.
     """
-    # What is wrong with the model is no matter of room.
-    sizes = ModelSizes.of_config(seen.model_config, f"model.path {seen.model_path!r}")
     if seen.look.has_messages and not seen.has_chat_template:
         raise ConfigError(
             f"{seen.source!r} has chat messages, and the tokenizer in model.path {seen.model_path!r} no chat template "
             "for them: take a model with one, save one with the tokenizer, or name a column of texts with "
             "--prompt-column"
         )
-    fixed = [*_fixed(seen, run_dir, sizes.num_parameters)]
+    fixed = [*_fixed(seen, run_dir, seen.shape.num_parameters)]
     for layout in _layouts(seen, run_dir):
         for recompute in RECOMPUTE:
             for micro_batch in MICRO_BATCHES:
@@ -184,10 +183,9 @@ def _lengths(seen: Seen) -> tuple[int, int]:
     Raises:
         ConfigError: the longest prompt leaves no room.
     """
-    positions = seen.model_config.get("max_position_embeddings")
     template = TEMPLATE_TOKENS if seen.has_chat_template else 0
     prompt = -(-(seen.prompt_tokens + template) // ROUND_TO) * ROUND_TO
-    most = positions if isinstance(positions, int) else prompt + MAX_RESPONSE_TOKENS[seen.device]
+    most = prompt + MAX_RESPONSE_TOKENS[seen.device] if seen.max_positions is None else seen.max_positions
     prompt = min(prompt, most // 2)
     if prompt < 1:
         raise ConfigError(f"model.path {seen.model_path!r} has {most} positions, which leave no room for a prompt")
@@ -214,11 +212,10 @@ def _layouts(seen: Seen, run_dir: str) -> Iterator[list[Choice]]:
     tensor = 1
     while tensor <= min(ranks, MAX_TENSOR_PARALLEL):
         if ranks % tensor == 0:
-            has_experts = seen.model_config.get("model_type") == "qwen3_moe"
             yield [
                 Choice("trainer.num_processes", ranks, "half of the devices"),
                 Choice("trainer.tensor_parallel", tensor),
-                *([Choice("trainer.sequence_parallel", True)] if tensor > 1 and has_experts else []),
+                *([Choice("trainer.sequence_parallel", True)] if tensor > 1 and seen.shape.experts else []),
                 engine,
                 *python,
                 *_instances(engine.value, seen.num_devices - ranks, tensor),
@@ -248,7 +245,7 @@ def _fits(seen: Seen, choices: list[Choice]) -> bool:
     """Whether the config is accepted and its forecast leaves room."""
     try:
         config = parse_config(tree_of(choices), "the config that init proposes")
-        forecast = forecast_run(config, seen.model_config)
+        forecast = forecast_run(config, seen.shape)
     except ConfigError:
         # Such as fewer prompts than replicas: another layout may do.
         return False

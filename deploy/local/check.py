@@ -21,7 +21,7 @@ from async_rl.config.sources import DEFAULT, SourcedValue, sourced_values
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.forecast.run_forecast import RunForecast, forecast_run
 from async_rl.preflight import find_faults, find_missing_files
-from async_rl.preflight.model import ModelFiles
+from async_rl.preflight.model import read_shape
 from async_rl.programs.command_line import Parser
 from deploy.cluster.plan import ClusterPlan, plan_cluster
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
@@ -180,7 +180,7 @@ def explain_refusal(end: Stopped | AsyncRLError) -> int:
 def _forecast(config: Config, errors: list[ConfigError]) -> RunForecast | None:
     """The forecast; what prevents it is among the errors already if it is wrong with the model itself."""
     try:
-        return forecast_run(config, ModelFiles.find(config.model.path, is_whole=False).config)
+        return forecast_run(config, read_shape(config.model.path))
     except ConfigError as error:
         if not errors:
             errors.append(error)

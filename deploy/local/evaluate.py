@@ -40,7 +40,7 @@ from deploy.local.processes import Deployment
 from deploy.local.run import START_TIMEOUT_S, is_healthy
 
 Line = Mapping[str, Any]
-"""A line of the program's `results.jsonl` or `responses.jsonl`; see `async_rl/evaluation/output.py`."""
+"""A line of the program's `results.jsonl` or `responses.jsonl`; see `async_rl/evaluation/recorder.py`."""
 
 NOT_SHOWN = ("set", "intervals", "sources", "started_unix_s")
 """Keys that are no row of the table: columns, what stands beside another figure, and what only programs read."""

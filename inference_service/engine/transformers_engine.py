@@ -18,7 +18,6 @@ from inference_service.engine.batching import Batching
 from inference_service.engine.cache_size import CacheSize
 from inference_service.engine.kernels import FASTEST, Kernels
 from inference_service.engine.model import LoadedModel
-from inference_service.engine.request_checks import check_request
 from inference_service.engine.sequences import Request, Sequence
 from inference_service.engine.stop_texts import StopTexts
 from inference_service.engine_interface import (
@@ -31,6 +30,7 @@ from inference_service.engine_interface import (
     OutOfService,
     PauseMode,
     RequestRefused,
+    check_request,
 )
 from inference_service.weight_transfer.weight_update import Phase, WeightUpdate
 

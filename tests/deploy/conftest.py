@@ -1,5 +1,6 @@
 """A folder in which `python -m deploy.local.run` finds stand-ins for the inference service and the trainer."""
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from deploy.doctor import host
 from deploy.local import check
 from deploy.local.machine_memory import HostMemory
 from deploy.local.memory_fit import GIB
+from tests.support.published_models import CONFIGS
 
 CONFIG = """
 [run]
@@ -130,7 +132,8 @@ class Ground:
         (path / "config.toml").write_text(CONFIG)
         (path / "rows.jsonl").write_text('{"prompt": "What is 1 + 1?", "answer": "2"}\n')
         (path / "model").mkdir()
-        (path / "model" / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 128}')
+        model = {**CONFIGS["Qwen/Qwen3-0.6B"], "max_position_embeddings": 128}
+        (path / "model" / "config.json").write_text(json.dumps(model))
         for name in ("tokenizer_config.json", "model.safetensors"):
             (path / "model" / name).write_text("{}")
         (path / "inference_service.py").write_text(INSTANCE)

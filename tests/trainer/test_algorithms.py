@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.algorithms import ALGORITHMS, Rollouts, Tokens
+from async_rl.algorithms import Rollouts, Tokens
 from async_rl.algorithms.random_groups import RandomGroup
-from async_rl.config.algorithm_section import WITH_CRITIC
+from async_rl.config.algorithm_traits import TRAITS
 from async_rl.config.train_section import TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, RewardError
@@ -56,7 +56,9 @@ EVERYTHING: dict[str, dict[str, Any]] = {
     "distillation": {"teacher_coef": 0.7, "normalize": "sequence", "old_policy": "model"},
 }
 """Per algorithm some of what cuts across, so that each of it is tested in the trainer."""
-assert EVERYTHING.keys() == ALGORITHMS.keys() - set(WITH_CRITIC), "a critic is in test_critic.py"
+assert EVERYTHING.keys() == {name for name, traits in TRAITS.items() if not traits.values}, (
+    "a critic is in test_critic.py"
+)
 
 TAUGHT = ("distillation", "sapo")
 TEACHER = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4}

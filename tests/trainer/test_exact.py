@@ -15,6 +15,7 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.cpu.exact import ROW_MULTIPLE
 from async_rl.instance.partial_rollout import PartialRollout, request_of
+from async_rl.preflight.model import read_shape
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rollout.session import Sessions
 from async_rl.rollout.trajectory import Trajectory
@@ -37,7 +38,6 @@ from trainer.devices import Device, cpu_exact
 from trainer.forward_backward import make_passes
 from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import SharedPromptGPT, build_model
-from trainer.model.shape import read_model_shape
 from trainer.parallel import Parallel
 
 LONGEST = 1200
@@ -216,7 +216,7 @@ def response_of(samples: Sequence[object]) -> Response:
 
 
 def load(path: Path, parallel: Parallel, recompute: str = "none") -> SharedPromptGPT:
-    model = build_model(read_model_shape(path), torch.float32, parallel, TrainerSection(recompute=recompute))
+    model = build_model(read_shape(path), torch.float32, parallel, TrainerSection(recompute=recompute))
     load_hf_weights(model, path)
     return model
 

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.preflight.model import read_shape
 from async_rl.types import Group
 from trainer.batching.group_slice import GroupSlice, slices_of
 from trainer.batching.packing import pack
@@ -16,7 +17,6 @@ from trainer.forward_backward import PackedPass, TwoStagePass, make_passes
 from trainer.hf.weight_export import WeightExport
 from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import SharedPromptGPT, build_model
-from trainer.model.shape import read_model_shape
 from trainer.parallel import Parallel
 
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5}
@@ -77,7 +77,7 @@ def alone_under_a_dense_mask(path: Path, groups: Sequence[Group], parallel: Para
 
 
 def load(path: Path, dtype: torch.dtype, recompute: str, parallel: Parallel) -> SharedPromptGPT:
-    model = build_model(read_model_shape(path), dtype, parallel, TrainerSection(recompute=recompute))
+    model = build_model(read_shape(path), dtype, parallel, TrainerSection(recompute=recompute))
     load_hf_weights(model, path)
     return model
 

@@ -19,6 +19,7 @@ import torch
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
+from async_rl.model_shape import Experts, ModelShape
 from async_rl.preflight.layout import require_layout
 from async_rl.types import Group
 from tests.support.trainer import layout_worker
@@ -39,7 +40,6 @@ from tests.support.trainer.layout_matrix import (
 )
 from tests.support.trainer.layout_worker import Job
 from trainer.batching.group_slice import slices_of, split_slice
-from trainer.model.shape import Experts, ModelShape
 from trainer.parallel import Parallel
 
 REFUSALS = {

@@ -12,7 +12,6 @@ from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.forecast import instance_memory, training_memory
 from async_rl.forecast.instance_memory import store_tokens
-from async_rl.forecast.model_sizes import ModelSizes
 from async_rl.forecast.training_memory import (
     Shares,
     layer_values_per_row,
@@ -20,7 +19,8 @@ from async_rl.forecast.training_memory import (
     rank_parameters,
     trained_model_bytes,
 )
-from async_rl.preflight.model import ModelFiles
+from async_rl.model_shape import ModelShape
+from async_rl.preflight.model import read_shape
 from async_rl.types import Group
 from inference_service.engine import cache_size, kv_store
 from inference_service.engine.kv_store import KVStore
@@ -29,14 +29,9 @@ from trainer.batching.group_slice import num_rows
 from trainer.hf import weight_export
 from trainer.hf.weight_map import Layout, tied_head, weight_map
 from trainer.model import logprobs
-from trainer.model.shape import read_model_shape
 from trainer.trainer import MegatronTrainer
 
 ONE_RANK = Shares(1, 1, 1, sequence=False, num_replicas=1, distributed_optimizer=False)
-
-
-def sizes_of(model: Path) -> ModelSizes:
-    return ModelSizes.of_config(ModelFiles.find(str(model)).config, "here")
 
 
 def config_with(**sections: dict[str, Any]) -> Config:
@@ -48,7 +43,7 @@ def config_with(**sections: dict[str, Any]) -> Config:
 
 def parameters_of_rank(model: Path, layout: Layout, stage: int, ep_rank: int) -> int:
     """Values that tensor-parallel rank 0 has, by the trainer's own map of weights."""
-    shape = read_model_shape(model)
+    shape = read_shape(model)
     head = tied_head(shape, layout)
     count = 0
     for entry in (*weight_map(shape, layout), *([head] if head else [])):
@@ -72,7 +67,7 @@ def test_parameters_of_the_largest_rank_are_those_of_the_weight_map(
     model = tiny_model(family, tied=tied)
     shares = dataclasses.replace(ONE_RANK, tensor=layout.tp_size, pipeline=layout.pp_size, expert=layout.ep_size)
     found = max(parameters_of_rank(model, layout, stage, 0) for stage in range(layout.pp_size))
-    assert rank_parameters(sizes_of(model), shares).total == found
+    assert rank_parameters(read_shape(model), shares).total == found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -87,7 +82,7 @@ def test_weights_gradients_and_moments_have_the_forecast_bytes(
     trainer.accumulate([ragged_groups])
     trainer.optimizer_step()
     policy = trainer.models.policy
-    forecast = trained_model_bytes(rank_parameters(sizes_of(model), ONE_RANK), ONE_RANK, dtype)
+    forecast = trained_model_bytes(rank_parameters(read_shape(model), ONE_RANK), ONE_RANK, dtype)
     assert forecast["weights"] == sum(p.numel() * p.element_size() for p in policy.parameters())
     # Megatron pads its buffers.
     gradients = sum(buffer.grad_data.numel() * buffer.grad_data.element_size() for buffer in policy.buffers)
@@ -130,13 +125,13 @@ def test_activations_of_a_layer_are_those_that_autograd_keeps(
         model = tiny_model(family, num_hidden_layers=num_layers, hidden_size=64, intermediate_size=192)
         trainer = make_trainer(model)
         found[num_layers] = kept_bytes(trainer, groups)
-    per_row = layer_values_per_row(sizes_of(model), ONE_RANK, "none", fused_swiglu=False)
+    per_row = layer_values_per_row(read_shape(model), ONE_RANK, "none", fused_swiglu=False)
     # Norms' scales and log-sum-exps, a few values of each row, are left out.
     assert (found[3] - found[1]) / 2 == pytest.approx(4 * rows * per_row, rel=0.08)
 
 
 def test_recomputation_keeps_less_and_sharing_divides() -> None:
-    sizes = ModelSizes("qwen3", 4, 64, 192, 4, 2, 16, 96, tied=True, experts=None)
+    sizes = ModelShape("qwen3", 4, 64, 192, 4, 2, 16, 96, 1e-6, 1e4, None, tied=True)
     whole, selective, full = (
         layer_values_per_row(sizes, ONE_RANK, recompute, fused_swiglu=False)
         for recompute in ("none", "selective", "full")

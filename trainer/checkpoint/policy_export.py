@@ -8,11 +8,11 @@ import torch.distributed as dist
 from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
+from async_rl.preflight.model import find_checkpoint, read_shape
 from trainer.checkpoint.checkpoint import fill, read_checked
 from trainer.checkpoint.tensors import POLICY, model_tensors
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.model.gpt import build_model
-from trainer.model.shape import find_checkpoint, read_model_shape
 from trainer.parallel import Parallel
 
 
@@ -28,7 +28,12 @@ def export_policy(checkpoint: Path, target: Path, parallel: Parallel, model_path
     content = read_checked(checkpoint, parallel)
     config = parse_config(content["config"], source=f"the config in checkpoint {str(checkpoint)!r}")
     source = _find_model(model_path or config.model.path)
-    model = build_model(read_model_shape(source), getattr(torch, config.model.dtype), parallel, TrainerSection())
+    model = build_model(
+        read_shape(source),
+        getattr(torch, config.model.dtype),
+        parallel,
+        TrainerSection(),
+    )
     fill(checkpoint, model_tensors(model, POLICY), parallel, dist.group.WORLD)
     save_hf_checkpoint(model, source, target)
 

@@ -1,6 +1,15 @@
-"""The experts of one rank with one weight for all of them, so that a layer needs two products instead of two each.
+"""A layer with experts, to compute the same as Qwen3-MoE in transformers; for `gpt.py`.
 
-Shape legend: N rows, sorted by expert; E experts of this rank; H hidden size, F feed-forward size of an expert.
+A token is routed to the experts with the `top_k` largest router logits. Its weights are a softmax over all experts, or
+over the chosen ones, which is the same as renormalizing the former (`norm_topk_prob`). The experts of one rank have one
+weight for all of them, so that a layer needs two products instead of two each.
+
+Where all experts are on one rank, rows are sorted and summed there, without Megatron's dispatchers: these select by
+masks and split by counts, so that on a device the host waits several times per layer. A row has exactly k experts here:
+every size is known beforehand, and nothing has to wait.
+
+Shape legend: T rows, k experts of each, N = T k rows, sorted by expert; E experts, of this rank; H hidden size, F
+feed-forward size of an expert.
 """
 
 from collections.abc import Callable
@@ -13,9 +22,14 @@ from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from async_rl.model_shape import Experts
 from trainer.devices.host_copies import to_device
 from trainer.devices.layer_ops import LayerOps
 
@@ -105,3 +119,83 @@ def _gate_and_up(expert: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _down(expert: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"linear_fc2.weight": expert}
+
+
+class Router(TopKRouter):
+    """Megatron's router with logits by a plain product; Megatron's own needs Transformer Engine (megatron-core 0.16.1).
+
+    Logits are in the model's dtype and only the softmax is in float32, as in the engines that sample: a token near a
+    tie must be routed to the same experts here.
+    """
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """[T, 1, H] -> [T, 1, E] for T rows, hidden size H and E experts."""
+        return F.linear(input, self.weight)
+
+
+def use_router(layer: ModuleSpec) -> None:
+    """Sets `Router` in the spec of a layer with experts, in place."""
+    layer.submodules.mlp.submodules.router = Router
+
+
+def moe_options(experts: Experts | None, recompute: str) -> dict[str, Any]:
+    """TransformerConfig fields for `experts` in every layer, none for a dense model; `recompute` is the trainer's."""
+    if experts is None:
+        return {}
+    options: dict[str, Any] = {
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.top_k,
+        "moe_ffn_hidden_size": experts.ffn_size,
+        "moe_router_pre_softmax": not experts.renormalized,
+        # On-policy training has only its own loss, and drops no token.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_expert_capacity_factor": None,
+        # Names Megatron's own grouped experts, in place of which the layers have `StackedExperts`.
+        "moe_grouped_gemm": False,
+    }
+    if recompute == "selective":
+        options["recompute_modules"] = ["moe"]
+    return options
+
+
+def keep_rows_local(model: torch.nn.Module) -> None:
+    """Replaces the dispatcher of every layer whose experts are all on this rank."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer) and layer.token_dispatcher.ep_size == 1:
+            layer.token_dispatcher = _LocalDispatcher(layer.config, get_default_pg_collection())
+
+
+class _LocalDispatcher(MoETokenDispatcher):
+    """Sorts rows by expert, and sums their results in the order of the experts."""
+
+    def dispatch_preprocess(
+        self, hidden_T1H: torch.Tensor, routing_map_TE: torch.Tensor, probs_TE: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(Rows by expert, [N, H]; the router's weight of each, [N])."""
+        self._shape, self._num_chosen = hidden_T1H.shape, self.config.moe_router_topk
+        chosen_Tk = routing_map_TE.float().topk(self._num_chosen, dim=1).indices.sort(dim=1).values
+        self._order_N = chosen_Tk.flatten().argsort(stable=True)
+        rows_N = self._order_N // self._num_chosen
+        weights_N = probs_TE.gather(1, chosen_Tk).flatten().index_select(0, self._order_N)
+        self._tokens_per_expert_E = routing_map_TE.sum(dim=0)
+        return hidden_T1H.flatten(0, 1).index_select(0, rows_N), weights_N
+
+    def token_dispatch(self, hidden_NH: torch.Tensor, weights_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden_NH, weights_N
+
+    def dispatch_postprocess(
+        self, hidden_NH: torch.Tensor, weights_N: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return hidden_NH, self._tokens_per_expert_E, weights_N
+
+    def combine_preprocess(self, out_NH: torch.Tensor) -> torch.Tensor:
+        return out_NH
+
+    def token_combine(self, out_NH: torch.Tensor) -> torch.Tensor:
+        return out_NH
+
+    def combine_postprocess(self, out_NH: torch.Tensor) -> torch.Tensor:
+        by_row_NH = out_NH.index_select(0, self._order_N.argsort())
+        out_TH: torch.Tensor = by_row_NH.unflatten(0, (-1, self._num_chosen)).sum(1)
+        return out_TH.view(self._shape)

@@ -21,18 +21,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.model_shape import ModelShape
 from async_rl.preflight.layout import require_layout
 from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
-from trainer.model.expert_rows import keep_rows_local
-from trainer.model.experts import use_stacked_experts
+from trainer.model.experts import keep_rows_local, moe_options, use_router, use_stacked_experts
 from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops, use_linear
 from trainer.model.logprobs import Scores, response_logprobs
-from trainer.model.moe import moe_options, use_router
-from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel
 
 """Log-probs and, where they are wanted, entropies; a critic's values."""

@@ -14,9 +14,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
+from async_rl.model_shape import ModelShape
+from async_rl.preflight.model import find_checkpoint, read_shape
 from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import SharedPromptGPT, build_model
-from trainer.model.shape import ModelShape, find_checkpoint, read_model_shape
 from trainer.parallel import Parallel
 from trainer.policy.frozen_model import FrozenModel
 
@@ -84,7 +85,7 @@ def load_tri_model(
     def load_teacher() -> FrozenModel:
         assert teacher is not None
         source = find_checkpoint(teacher)
-        its_shape = read_model_shape(source)
+        its_shape = read_shape(source, "algorithm.teacher")
         if its_shape.vocab_size != shape.vocab_size:
             raise ConfigError(
                 f"algorithm.teacher {teacher!r} has a vocabulary of {its_shape.vocab_size} tokens, the policy one of "

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from trainer.model.shape import find_checkpoint
+from async_rl.preflight.model import find_checkpoint
 
 
 class Tensors:

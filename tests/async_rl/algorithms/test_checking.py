@@ -11,8 +11,9 @@ import torch
 from async_rl.algorithms import ALGORITHMS, Algorithm, LossSum, PolicyGradient, Responses, Rollouts, Tokens, Totals
 from async_rl.algorithms.checking import check_algorithm
 from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.config.algorithm_traits import TRAITS
 from tests.support.algorithm_options import PARTS, random_settings
-from tests.support.algorithms import MAX_RESPONSE_TOKENS, algorithm_of
+from tests.support.algorithms import MAX_RESPONSE_TOKENS, algorithm_of, rollouts_of
 
 NUM_SETTINGS = 3
 """For each algorithm, in every run of the test."""
@@ -35,12 +36,22 @@ def test_a_shipped_algorithm_streams(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_config_knows_what_an_algorithm_waits_for(name: str) -> None:
-    rng = random.Random(0)
+def test_an_algorithm_is_what_its_traits_say(name: str) -> None:
+    cls, traits, rng = ALGORITHMS[name], TRAITS[name], random.Random(0)
+    assert (cls.Options, cls.UNUSED) == (traits.options, traits.unused)
+    assert (cls.SCALES_BY_STD == "batch") == traits.scaled_by_batch
     for _ in range(200):
         section = AlgorithmSection.model_validate(random_settings(name, rng))
-        needs = ALGORITHMS[name](section, MAX_RESPONSE_TOKENS).needs
-        assert needs.totals == section.waits_for_batch and needs.whole_groups == (name == "online_dpo")
+        needs = cls(section, MAX_RESPONSE_TOKENS).needs
+        assert needs.totals == section.waits_for_batch and needs.whole_groups == traits.whole_groups
+        assert needs.values == traits.values
+    made = algorithm_of(name=name, **({"teacher": "t"} if name == "distillation" else {}))
+    learns_alone = made.has_gradient(rollouts_of([1.0])) and (made.needs.teacher or made.needs.values)
+    assert learns_alone == traits.single_rollouts
+
+
+def test_every_algorithm_has_traits_and_a_class() -> None:
+    assert list(TRAITS) == list(ALGORITHMS)
 
 
 class MeanOfMicroBatch(PolicyGradient):

@@ -9,7 +9,7 @@ import torch
 from async_rl.algorithms import PolicyGradient, make_algorithm
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.errors import ConfigError
-from async_rl.preflight.algorithm import require_algorithm
+from async_rl.preflight.user_file import require_algorithm
 from tests.support import ROOT
 from tests.support.algorithms import rollouts_of
 

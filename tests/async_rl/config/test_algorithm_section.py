@@ -8,6 +8,7 @@ import pytest
 from async_rl.algorithms import ALGORITHMS, make_algorithm
 from async_rl.config.algorithm_options import require_used
 from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.config.algorithm_traits import TRAITS
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
@@ -123,7 +124,7 @@ def test_one_rollout_per_prompt_is_enough_for_algorithms_that_do_not_compare() -
         {"name": "python:mine.py:Mine"},
     ):
         assert config_of(algorithm=algorithm, rollout=rollout).rollout.responses_per_prompt == 1
-    for name in ALGORITHMS.keys() - {"distillation", "ppo"}:
+    for name in (name for name, traits in TRAITS.items() if not traits.single_rollouts):
         with pytest.raises(ConfigError):
             config_of(algorithm={"name": name}, rollout=rollout, train={"mode": "synchronous"})
 

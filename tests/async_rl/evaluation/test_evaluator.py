@@ -2,7 +2,7 @@ import concurrent.futures
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -13,16 +13,17 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import RolloutFailed, RunStopped
 from async_rl.evaluation.evaluator import Evaluator
-from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.recorder import SetResult
-from async_rl.evaluation.sampler import Sampler
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.local import LocalProducer as Producer
-from async_rl.rewards import make_reward
+from async_rl.rewards import Reward, make_reward
+from async_rl.rollout.group_maker import SingleTurns
+from async_rl.rollout.trajectory import Trajectory
 from async_rl.seeds import evaluation_seed, group_seed
-from async_rl.types import Batch, Prompt
+from async_rl.types import Batch, Prompt, Scores
+from tests.support.groups import make_response
 
 pytestmark = pytest.mark.distributed
 
@@ -51,28 +52,29 @@ class Stage:
         self,
         loop: EventLoopThread,
         pool: InferencePool,
-        sampler: Sampler,
-        rollouts: tuple[Any, ...],
-        scored: list[str],
+        maker: SingleTurns,
+        reward: Reward,
     ) -> None:
         self.loop = loop
         self.pool = pool
-        self._rollouts = rollouts
+        self._maker = maker
+        self._reward = reward
         self.results: list[list[SetResult]] = []
-        self.scored = scored
-        self._sampler = sampler
+        self.scored: list[str] = []
 
     def evaluator(self, *sets: LoadedSet, **section: Any) -> Evaluator:
         def report(results: Sequence[SetResult]) -> None:
             self.results.append(list(results))
 
         config = EvaluationSection(**{"every": 1, **section})
-        return Evaluator(self.pool, self._sampler, sets, config, report)
+        return Evaluator(
+            *(self.pool, self._maker, self._reward, sets, config, report),
+            on_scored=lambda loaded, *_: self.scored.append(loaded.name),
+        )
 
     def producer(self, evaluator: Evaluator) -> Producer:
         """Makes rollouts in the same pool, and gives it to the evaluator when they are done."""
-        reward, tokenizer, rollout = self._rollouts
-        return Producer(self.pool, reward, self.loop, tokenizer, rollout, 1, evaluator)
+        return Producer(self._maker, self.loop, evaluator)
 
     def begin(self, evaluator: Evaluator, iteration: int = 0) -> concurrent.futures.Future[None]:
         return self.loop.submit(evaluator.run(iteration, "v1"))
@@ -101,9 +103,7 @@ def make_stage(
         loop.run(pool.begin_publish())
         loop.run(pool.end_publish("v1", urls))
         rollout = RolloutSection(max_response_tokens=8, stop_token_ids=(7,))
-        scored: list[str] = []
-        sampler = Sampler(pool, reward, tokenizer, rollout, 1, on_scored=lambda loaded, *_: scored.append(loaded.name))
-        return Stage(loop, pool, sampler, (reward, tokenizer, rollout), scored)
+        return Stage(loop, pool, SingleTurns(pool, reward, tokenizer, rollout, 1), reward)
 
     yield make
     loop.run(reward.close())
@@ -240,16 +240,17 @@ def test_a_set_of_several_sources_has_the_figures_of_each(instances, make_stage)
 
 def test_a_program_that_fails_costs_its_prompt_only(instances, make_stage, caplog) -> None:
     class Programs:
-        correct_at = None
-
-        async def score(self, loaded: LoadedSet, prompt: Prompt, version: str) -> ScoredPrompt:
+        async def evaluate(
+            self, of_set: EvaluationSet, prompt: Prompt, version: str
+        ) -> tuple[list[Trajectory], Scores]:
             if prompt.prompt_id == "1":
                 raise RolloutFailed("the environment is gone")
-            return ScoredPrompt((1.0, 1.0), 2, 0)
+            return [Trajectory.single_turn(make_response())] * 2, Scores((1.0, 1.0))
 
     stage = make_stage(*instances({}))
-    section, sampler, results = EvaluationSection(every=1), cast(Any, Programs()), list[SetResult]()
-    stage.loop.run(Evaluator(stage.pool, sampler, [a_set("words", 3)], section, results.extend).run(0, "v1"))
+    section, results = EvaluationSection(every=1), list[SetResult]()
+    parts: Any = stage.pool, Programs(), make_reward(RewardSection()), [a_set("words", 3)]
+    stage.loop.run(Evaluator(*parts, section, results.extend).run(0, "v1"))
     assert [(result.num_prompts, result.num_failed) for result in results] == [(2, 1)]
     assert "evaluation set words, prompt 1: the environment is gone" in caplog.text
 

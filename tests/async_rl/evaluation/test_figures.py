@@ -5,6 +5,7 @@ import pytest
 
 from async_rl.evaluation.figures import ScoredPrompt, figures_of, intervals_of
 from async_rl.evaluation.intervals import mean_interval, share_interval
+from async_rl.rollout.trajectory import Trajectory
 from async_rl.tracking.pass_at_k import ks_of, pass_at_k
 from async_rl.types import Scores
 from tests.support.groups import make_response
@@ -31,8 +32,9 @@ def test_k_goes_up_in_powers_of_two_to_the_number_of_samples() -> None:
 
 
 def test_figures_are_means_over_prompts_and_responses() -> None:
-    responses = [make_response((1, 2, 3)), make_response((1,), finish_reason="length")]
-    scored = [ScoredPrompt.of(responses, Scores((1.0, 0.25))), ScoredPrompt.of(responses, Scores((0.0, 0.5)))]
+    responses = make_response((1, 2, 3)), make_response((1,), finish_reason="length")
+    rollouts = list(map(Trajectory.single_turn, responses))
+    scored = [ScoredPrompt.of(rollouts, Scores((1.0, 0.25))), ScoredPrompt.of(rollouts, Scores((0.0, 0.5)))]
     means = {"reward_mean": 0.4375, "response_tokens_mean": 2.0, "truncated_share": 0.5}
     assert figures_of(scored, 1.0) == {"avg@2": 0.25, "pass@1": 0.25, "pass@2": 0.5} | means
     assert figures_of(scored, 0.5) == {"avg@2": 0.5, "pass@1": 0.5, "pass@2": 1.0} | means

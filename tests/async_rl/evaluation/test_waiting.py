@@ -9,11 +9,12 @@ import pytest
 
 from async_rl.config.evaluation_section import EvaluationSection, EvaluationSet
 from async_rl.evaluation.evaluator import Evaluator
-from async_rl.evaluation.figures import ScoredPrompt
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sets import LoadedSet
-from async_rl.types import Prompt
+from async_rl.rollout.trajectory import Trajectory
+from async_rl.types import Prompt, Scores
 from tests.support import virtual_time
+from tests.support.groups import make_response
 
 PROMPT_S = 10.0
 AT_ONCE = 64
@@ -32,14 +33,16 @@ class _Pool:
 
 
 @dataclass
-class _Sampler:
+class _Maker:
+    """And the reward, of which an evaluator asks what is correct."""
+
     correct_at: float | None = 1.0
     num_begun: int = 0
 
-    async def score(self, loaded: LoadedSet, prompt: Prompt, version: str) -> ScoredPrompt:
+    async def evaluate(self, of_set: EvaluationSet, prompt: Prompt, version: str) -> tuple[list[Trajectory], Scores]:
         self.num_begun += 1
         await asyncio.sleep(PROMPT_S)
-        return ScoredPrompt((1.0,), 1, 0)
+        return [Trajectory.single_turn(make_response())], Scores((1.0,))
 
 
 @dataclass
@@ -47,15 +50,15 @@ class Stage:
     num_prompts: int
     every: int = 1
     pool: _Pool = field(default_factory=_Pool)
-    sampler: _Sampler = field(default_factory=_Sampler)
+    maker: _Maker = field(default_factory=_Maker)
     results: list[SetResult] = field(default_factory=list)
 
     def evaluator(self) -> Evaluator:
         prompts = tuple(Prompt(str(i), (3, i), {}) for i in range(self.num_prompts))
         loaded = LoadedSet(EvaluationSet(name="words", source="x.jsonl"), prompts)
         section = EvaluationSection(every=self.every)
-        pool, sampler = cast(Any, self.pool), cast(Any, self.sampler)
-        return Evaluator(pool, sampler, [loaded], section, self.results.extend)
+        pool, maker = cast(Any, self.pool), cast(Any, self.maker)
+        return Evaluator(pool, maker, maker, [loaded], section, self.results.extend)
 
 
 def test_an_evaluation_that_training_waits_for_begins_more_prompts_and_tells_what_it_cost() -> None:
@@ -65,7 +68,7 @@ def test_an_evaluation_that_training_waits_for_begins_more_prompts_and_tells_wha
         evaluator = stage.evaluator()
         running = asyncio.create_task(evaluator.run(0, "v1"))
         await asyncio.sleep(PROMPT_S / 2)
-        assert stage.sampler.num_begun == AT_ONCE
+        assert stage.maker.num_begun == AT_ONCE
         evaluator.note_awaited()
         await running
         await evaluator.stop()
@@ -85,7 +88,7 @@ def test_a_pool_that_stays_busy_is_left_alone_until_training_waits() -> None:
         evaluator = stage.evaluator()
         running = asyncio.create_task(evaluator.run(0, "v1"))
         await asyncio.sleep(30)
-        assert stage.sampler.num_begun == 0
+        assert stage.maker.num_begun == 0
         evaluator.note_awaited()
         await running
 

@@ -9,19 +9,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from async_rl.config.file import parse_config
 from async_rl.config.pool_section import PoolSection
-from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
-from async_rl.config.rollout_section import RolloutSection
 from async_rl.event_loop import EventLoopThread
-from async_rl.gateway.programs import make_program
+from async_rl.gateway.programs import make_group_maker
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
-from async_rl.rollout.program_rollouts import make_program_rollouts
 from async_rl.types import Batch, Group, Prompt
 from benchmarks.common.running_instance import launch
 from tests.support.chat_tokenizer import make_chat_tokenizer
+from tests.support.minimal_config import minimal_tree
 from tests.support.running_instance import Instance, TrainerSide, wait_until_ready
 from tests.support.tiny_model import make_tiny_model
 
@@ -76,31 +75,14 @@ def groups(loop: EventLoopThread, instance: Instance, tmp_path: Path) -> Callabl
 
     def roll_out(program: str) -> list[Group]:
         pool = InferencePool(PoolSection(instances=(instance.url,), timeout_s=60))
-        rollout = RolloutSection(
-            responses_per_prompt=2,
-            max_response_tokens=64,
-            temperature=TEMPERATURE,
-            program=program,
-            renderer="qwen3",
-            timeout_s=120,
-        )
+        rollout = {"program": program, "renderer": "qwen3", "temperature": TEMPERATURE, "timeout_s": 120}
+        tree = minimal_tree() | {"rollout": {"responses_per_prompt": 2, "max_response_tokens": 64, **rollout}}
         tokenizer: Any = make_chat_tokenizer(tmp_path / "tokenizer")
-        reward, prompts = make_reward(RewardSection()), PromptsSection(source="x.jsonl", prompts_per_batch=NUM_PROMPTS)
-        programs = make_program_rollouts(
-            rollout,
-            prompts,
-            3,
-            "m",
-            pool,
-            tokenizer,
-            reward,
-            skip_special_tokens=True,
-            program=make_program(rollout, tokenizer, None),
-        )
+        maker = make_group_maker(parse_config(tree, "here"), pool, tokenizer, make_reward(RewardSection()))
         loop.run(pool.wait_until_ready())
         loop.run(pool.begin_publish())
         loop.run(pool.end_publish("v1", (instance.url,)))
-        producer = Producer(pool, reward, loop, tokenizer, rollout, 3, programs=programs)
+        producer = Producer(maker, loop)
         found: list[Group] = []
         try:
             texts = {i: f"question {i}" for i in range(NUM_PROMPTS)}

@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.config.prompts_section import MAX_STOPS
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.instance.bodies import completion_request, generate_request
+from async_rl.instance.dialect import completion_request, generate_request
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rollout.program import Policy
 from async_rl.rollout.program_worker import WorkerPolicy

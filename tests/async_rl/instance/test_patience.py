@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from async_rl.instance.patience import while_it_progresses
+from async_rl.instance.http import while_it_progresses
 from tests.support import virtual_time
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from async_rl.config.file import parse_config
 from async_rl.errors import ConfigError
-from async_rl.preflight.algorithm import require_other_models
-from async_rl.preflight.model import ModelFiles
+from async_rl.preflight.model import ModelFiles, require_other_models
 from tests.support.minimal_config import minimal_tree
 
 SIZES = {
     "vocab_size": 96,
+    "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -44,7 +44,10 @@ def test_a_teacher_of_another_shape_with_the_same_vocabulary_passes(tmp_path: Pa
     [
         ({"vocab_size": 128}, r"algorithm\.teacher .*/t' has a vocabulary of 128 tokens, model\.path .* one of 96"),
         ({"model_type": "gpt2"}, r"algorithm\.teacher .* has model_type 'gpt2', which the trainer does not support"),
-        ({"num_attention_heads": 3}, r"tensor_parallel = 2 does not divide the model's 3 attention heads"),
+        (
+            {"num_attention_heads": 3, "num_key_value_heads": 1},
+            r"tensor_parallel = 2 does not divide the model's 3 attention heads",
+        ),
     ],
 )
 def test_a_teacher_that_cannot_score_is_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:

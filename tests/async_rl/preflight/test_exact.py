@@ -7,8 +7,7 @@ import pytest
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.preflight.exact import require_exact
-from async_rl.preflight.model import ModelFiles
+from async_rl.preflight.model import ModelFiles, require_exact
 from tests.support.minimal_config import minimal_tree
 
 

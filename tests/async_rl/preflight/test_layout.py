@@ -1,17 +1,17 @@
 """The rule of accepted layouts: what cannot be divided is refused by the name of the key, with the remedy."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
+from async_rl.model_shape import Experts, ModelShape
 from async_rl.preflight.layout import require_layout
 
-DENSE = SimpleNamespace(num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=96, ffn_size=64, experts=None)
-FOUR_EXPERTS = SimpleNamespace(num_experts=4)
-EXPERTS = SimpleNamespace(**{**vars(DENSE), "num_heads": 8, "num_kv_heads": 8, "experts": FOUR_EXPERTS})
+DENSE = ModelShape("qwen3", 2, 32, 64, 4, 2, 8, 96, 1e-6, 1e4, None, tied=False)
+EXPERTS = replace(DENSE, num_heads=8, num_kv_heads=8, experts=Experts(4, 2, 64, renormalized=True))
 
 
 def test_what_divides_the_model_is_accepted() -> None:
@@ -22,7 +22,7 @@ def test_what_divides_the_model_is_accepted() -> None:
 
 
 def test_experts_have_feed_forward_parts_of_their_own_that_nothing_divides() -> None:
-    odd = SimpleNamespace(**{**vars(EXPERTS), "ffn_size": 63})
+    odd = replace(EXPERTS, ffn_size=63)
     require_layout(TrainerSection(tensor_parallel=2, sequence_parallel=True), odd, 2)
 
 
@@ -34,13 +34,13 @@ def test_experts_have_feed_forward_parts_of_their_own_that_nothing_divides() -> 
         (DENSE, 3, {"pipeline_parallel": 3}, "pipeline_parallel = 3 does not divide the model's 2 layers"),
         (EXPERTS, 3, {"expert_parallel": 3}, "expert_parallel = 3 does not divide the model's 4 experts"),
         (
-            SimpleNamespace(**{**vars(DENSE), "vocab_size": 97}),
+            replace(DENSE, vocab_size=97),
             2,
             {"tensor_parallel": 2},
             "tensor_parallel = 2 does not divide the model's 97 vocabulary entries: choose a divisor of 97",
         ),
         (
-            SimpleNamespace(**{**vars(DENSE), "ffn_size": 63}),
+            replace(DENSE, ffn_size=63),
             2,
             {"tensor_parallel": 2},
             "tensor_parallel = 2 does not divide the model's 63 feed-forward size",
@@ -53,7 +53,7 @@ def test_experts_have_feed_forward_parts_of_their_own_that_nothing_divides() -> 
     ],
 )
 def test_everything_else_is_refused_by_name(
-    model: SimpleNamespace, num_ranks: int, layout: dict[str, Any], message: str
+    model: ModelShape, num_ranks: int, layout: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         require_layout(TrainerSection(**layout), model, num_ranks)

@@ -9,9 +9,21 @@ import pytest
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.model_shape import FAMILIES
 from async_rl.preflight import find_faults, find_missing_files
-from async_rl.preflight.model import FAMILIES, ModelFiles, require_fit, require_tokens, require_trainable, with_room
+from async_rl.preflight.model import (
+    ModelFiles,
+    find_checkpoint,
+    require_fit,
+    require_tokens,
+    require_trainable,
+    with_room,
+)
 from tests.support.minimal_config import minimal_tree
+from tests.support.published_models import CONFIGS
+
+QWEN3 = CONFIGS["Qwen/Qwen3-8B"]
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 def config_of(**sections: dict[str, Any]) -> Config:
@@ -22,7 +34,7 @@ def config_of(**sections: dict[str, Any]) -> Config:
 
 
 def checkpoint(folder: Path, config: Any = None, tokenizer: Any = None, **files: str) -> Path:
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"} if config is None else config))
+    (folder / "config.json").write_text(json.dumps(QWEN3 if config is None else config))
     (folder / "tokenizer_config.json").write_text(json.dumps({} if tokenizer is None else tokenizer))
     (folder / "model.safetensors").touch()
     for name, text in files.items():
@@ -66,9 +78,21 @@ def test_the_hub_is_asked_once_for_a_file_that_it_does_not_give(monkeypatch: pyt
     assert asked == [("nobody/nothing", "config.json")]
 
 
+def test_a_checkpoint_is_a_directory_with_a_config_or_the_name_of_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json: give a Hugging Face checkpoint directory"):
+        find_checkpoint(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    assert find_checkpoint(str(tmp_path)) == tmp_path
+    for neither in (str(tmp_path / "missing"), "no/such/model", "owner/not-in-the-cache"):
+        with pytest.raises(ConfigError, match="is neither a directory nor a model that can be fetched from the hub"):
+            find_checkpoint(neither)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "", None, 3, "QWEN3"])
 def test_the_trainers_families_are_trainable_and_others_named(tmp_path: Path, family: Any) -> None:
-    files = ModelFiles.find(str(checkpoint(tmp_path, {"model_type": family}, {"chat_template": "x"})))
+    files = ModelFiles.find(
+        str(checkpoint(tmp_path, {**QWEN3, **EXPERTS, "model_type": family}, {"chat_template": "x"}))
+    )
     if family in FAMILIES:
         require_trainable(config_of(), files)
         return

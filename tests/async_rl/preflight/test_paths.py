@@ -9,8 +9,7 @@ import pytest
 from async_rl.config.file import parse_config
 from async_rl.errors import ConfigError, RunDirInUse
 from async_rl.locks.run_lock import lock_run
-from async_rl.preflight import require_sound
-from async_rl.preflight.paths import require_paths
+from async_rl.preflight import require_paths, require_sound
 from tests.support.minimal_config import minimal_tree
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError
-from async_rl.preflight.rollout import require_program
+from async_rl.preflight.user_file import require_program
 from async_rl.programs import extras
 
 

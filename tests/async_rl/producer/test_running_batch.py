@@ -21,6 +21,7 @@ from async_rl.producer.frames import error_as_data
 from async_rl.producer.local import LocalProducer as Producer
 from async_rl.producer.running_batch import RunningBatch
 from async_rl.rewards import Reward, make_reward
+from async_rl.rollout.group_maker import SingleTurns
 from async_rl.types import Batch, Group, Prompt, Response, Scores
 
 pytestmark = pytest.mark.distributed
@@ -66,14 +67,19 @@ def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
 def make_producer(loop: EventLoopThread, tokenizer: PreTrainedTokenizerBase) -> Iterator[Callable[..., Producer]]:
     producers: list[tuple[Producer, InferencePool]] = []
 
-    def make(*instances: Any, reward: Reward | None = None, **options: Any) -> Producer:
+    def make(
+        *instances: Any, reward: Reward | None = None, seed: int = 1, skip_special_tokens: bool = True, **options: Any
+    ) -> Producer:
         urls = tuple(instance.url for instance in instances)
         pool = InferencePool(PoolSection(instances=urls, timeout_s=1.0))
         loop.run(pool.wait_until_ready())
         loop.run(pool.begin_publish())
         loop.run(pool.end_publish("v1", urls))
         rollout = RolloutSection(responses_per_prompt=4, max_response_tokens=8)
-        producer = Producer(pool, reward or Lengths(), loop, tokenizer, rollout, **({"seed": 1} | options))
+        maker = SingleTurns(
+            pool, reward or Lengths(), tokenizer, rollout, seed, skip_special_tokens=skip_special_tokens
+        )
+        producer = Producer(maker, loop, **options)
         producers.append((producer, pool))
         return producer
 
@@ -170,7 +176,7 @@ def test_failing_reward_cancels_the_siblings_and_surfaces_at_once(
     producer = make_producer(instance, reward=reward)
     with pytest.raises(RewardError, match=message) as caught, producer.start(batch(3, faults={2: fault}), "v1") as run:
         drain(run)
-    assert "roll_out" in caught.value.__notes__[-1], "the producer's traceback"
+    assert "in group" in caught.value.__notes__[-1], "the producer's traceback"
     instance.rescript(slow_token=None)
     with producer.start(batch(3), "v1") as run:
         assert len(drain(run)) == 3
@@ -288,10 +294,10 @@ def test_a_rollout_that_is_ended_from_beside_is_an_error_and_never_a_success(
     instances, make_producer, fault: Callable[[], Any]
 ) -> None:
     producer = make_producer(*instances({}))
-    real, producer.rollouts._reward = producer.rollouts._reward, Lengths(fault)
+    real, producer.maker._reward = producer.maker._reward, Lengths(fault)
     with pytest.raises(RolloutLost, match="row0, index 0 of iteration 0"), producer.start(batch(1), "v1") as run:
         drain(run)
-    producer.rollouts._reward = real
+    producer.maker._reward = real
     with producer.start(batch(3), "v1") as run:
         assert len(drain(run)) == 3
 
@@ -310,7 +316,7 @@ def test_what_goes_wrong_with_a_rollout_that_is_not_needed_any_more_ends_nothing
                 failed.set()
                 raise KeyError("broken reward")
 
-    real, producer.rollouts._reward = producer.rollouts._reward, Ungrateful()
+    real, producer.maker._reward = producer.maker._reward, Ungrateful()
     with producer.start(batch(1), "v1") as run:
         assert scoring.wait(60)
         run.cancel({0})
@@ -318,7 +324,7 @@ def test_what_goes_wrong_with_a_rollout_that_is_not_needed_any_more_ends_nothing
         while not idle.events:
             time.sleep(0.01)
         assert run.ready(wait=True) == []
-    producer.rollouts._reward = real
+    producer.maker._reward = real
 
 
 def test_a_failure_that_crosses_the_word_that_it_is_not_needed_ends_nothing(instances, make_producer) -> None:
@@ -365,7 +371,7 @@ def batch_of(instances, make_producer, loop: EventLoopThread) -> Callable[..., R
 
         async def start() -> RunningBatch:
             parts = batch(sum(sizes)).split(len(sizes))
-            return RunningBatch(producer.rollouts, parts, "v1", docking)
+            return RunningBatch(producer.maker, parts, "v1", docking)
 
         running.append(loop.run(start()))
         return running[-1]

@@ -69,9 +69,7 @@ def make(loop: EventLoopThread, tiny_model: Callable[..., Path]) -> Iterator[Cal
         programs = make_program_rollouts(
             rollout, prompts, 1, "m", pool, tokenizer, reward, skip_special_tokens=True, program=environments
         )
-        producer = Producer(
-            pool, reward, loop, tokenizer, rollout, 1, programs=programs, on_rollouts=lambda f: records.append(f)
-        )
+        producer = Producer(programs, loop, on_figures=records.append)
         producers.append(producer)
         return producer
 

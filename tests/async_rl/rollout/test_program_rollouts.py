@@ -20,6 +20,7 @@ from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
 from async_rl.rollout import program_rollouts
 from async_rl.rollout.program_rollouts import make_program_rollouts
+from async_rl.rollout.worker_programs import WorkerProgram
 from async_rl.types import Batch, Group, Prompt
 from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.scripted_pool import ScriptedPool
@@ -75,7 +76,7 @@ class Rig:
         function: str = "rollout",
         reward: bool = False,
         parts: tuple[dict[str, Any], ...] = (),
-        on_rollouts: Callable[[Mapping[str, Any]], None] = lambda figures: None,
+        on_figures: Callable[[Mapping[str, Any]], None] = lambda figures: None,
         **settings: Any,
     ) -> Producer:
         program = f"python:{self.directory / 'program.py'}:{function}"
@@ -90,11 +91,11 @@ class Rig:
         pool: Any = self.pool
         prompts = PromptsSection(source="x.jsonl", prompts_per_batch=1)
         programs = make_program_rollouts(
-            rollout, prompts, 1, "a model", pool, self.tokenizer, scores, skip_special_tokens=True
+            *(rollout, prompts, 1, "a model", pool, self.tokenizer, scores),
+            skip_special_tokens=True,
+            program=WorkerProgram(rollout),
         )
-        producer = Producer(
-            pool, scores, self.loop, self.tokenizer, rollout, 1, programs=programs, on_rollouts=on_rollouts
-        )
+        producer = Producer(programs, self.loop, on_figures=on_figures)
         self.producers.append(producer)
         return producer
 
@@ -136,7 +137,7 @@ def test_figures_that_cannot_be_written_are_reported_and_end_nothing(
     def refuse(figures: Mapping[str, Any]) -> None:
         raise WriteFailed("cannot write 'rollouts.jsonl': no room")
 
-    with rig.make(on_rollouts=refuse).start(Batch(5, {0: Prompt("row0", (20, 68, 0), {"prompt": "q"})}), "v1") as run:
+    with rig.make(on_figures=refuse).start(Batch(5, {0: Prompt("row0", (20, 68, 0), {"prompt": "q"})}), "v1") as run:
         assert len(run.ready(wait=True)) == 1
         deadline = time.monotonic() + 30
         while "of iteration 5 are not recorded: cannot write 'rollouts.jsonl'" not in caplog.text:
@@ -291,11 +292,6 @@ def test_a_program_that_cannot_be_loaded_is_named_at_the_start(rig: Rig) -> None
         rig.make("rolout")
     with pytest.raises(ConfigError, match="no such file"):
         rig.make(program="python:nowhere.py:rollout")
-
-
-def test_single_turns_need_no_program(rig: Rig) -> None:
-    producer = rig.make(program="single_turn")
-    assert producer.rollouts.programs is None
 
 
 def test_the_documents_environment_runs(rig: Rig, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
 from async_rl.rollout.program_rollouts import make_program_rollouts
+from async_rl.rollout.worker_programs import WorkerProgram
 from async_rl.types import Batch, Group, Prompt
 from benchmarks.common.running_instance import launch
 from tests.support.chat_tokenizer import make_chat_tokenizer
@@ -62,12 +63,14 @@ class Rig:
         reward = make_reward(RewardSection())
         prompts = PromptsSection(source="x.jsonl", prompts_per_batch=4)
         programs = make_program_rollouts(
-            rollout, prompts, 3, "m", pool, self.tokenizer, reward, skip_special_tokens=True
+            *(rollout, prompts, 3, "m", pool, self.tokenizer, reward),
+            skip_special_tokens=True,
+            program=WorkerProgram(rollout),
         )
         self.loop.run(pool.wait_until_ready())
         self.loop.run(pool.begin_publish())
         self.loop.run(pool.end_publish("v1", urls))
-        producer = Producer(pool, reward, self.loop, self.tokenizer, rollout, 3, programs=programs)
+        producer = Producer(programs, self.loop)
         groups: list[Group] = []
         try:
             texts = {i: f"question {i}" for i in range(4)}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.instance.bodies import completion_request, generate_request
+from async_rl.instance.dialect import completion_request, generate_request
 from async_rl.rollout.sampling import Truncation, single_turn_sampling, until_stop, with_text
 from async_rl.types import Prompt, Response, WeightSpan
 from tests.support.groups import make_response

@@ -18,7 +18,7 @@ import pytest
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.forecast.run_forecast import RunForecast, forecast_run
-from async_rl.preflight.model import ModelFiles
+from async_rl.preflight.model import read_shape
 from async_rl.programs.extras import MODULES
 from deploy.doctor import devices
 from deploy.doctor.__main__ import main, show
@@ -60,7 +60,7 @@ def config_with(**sections: dict[str, object]) -> Config:
 
 @pytest.fixture
 def forecast(tiny_model: Callable[..., Path]) -> RunForecast:
-    return forecast_run(config_with(), ModelFiles.find(str(tiny_model())).config)
+    return forecast_run(config_with(), read_shape(tiny_model()))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from async_rl.config.keys import keys_of
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.forecast.run_forecast import forecast_run
+from async_rl.model_shape import ModelShape
 from async_rl.preflight.first_look import FirstLook, look_at_source
 from deploy.init.__main__ import main
 from deploy.init.choose import ROOM, Seen, choose, learning_rate, tree_of
@@ -29,7 +30,8 @@ from tests.deploy.local.test_check import QWEN3_8B
 LOOK = FirstLook(2000, "a prompt", {}, "math", "prompts in column 'prompt'", ("prompt", "answer"))
 SEEN = Seen(
     model_path="model",
-    model_config=QWEN3_8B,
+    shape=ModelShape.of_config(QWEN3_8B, "here"),
+    max_positions=QWEN3_8B["max_position_embeddings"],
     has_chat_template=True,
     source="rows.jsonl",
     look=LOOK,
@@ -198,7 +200,7 @@ def test_the_choice_fits_the_machine(changes: dict[str, Any]) -> None:
     seen = replace(SEEN, **changes)
     choices = choose(seen, "runs/x")
     config = parse_config(tomllib.loads(config_text(choices, "run.toml")), "here")
-    forecast = forecast_run(config, seen.model_config)
+    forecast = forecast_run(config, seen.shape)
     ranks, workers = config.trainer.num_local_ranks, config.inference.num_instances * config.inference.tensor_parallel
     used = ranks + workers if config.run.placement == "separate" else max(ranks, workers)
     assert config.prompts.max_prompt_tokens + config.rollout.max_response_tokens <= 40_960

@@ -13,7 +13,7 @@ import pytest
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError
 from async_rl.forecast.run_forecast import forecast_run
-from async_rl.preflight.model import ModelFiles
+from async_rl.preflight.model import read_shape
 from deploy.local.check import check_run, main
 from deploy.local.machine_memory import HostMemory, device_memory, host_memory
 from deploy.local.memory_fit import GIB, Capacity, find_misfits
@@ -175,7 +175,7 @@ def test_a_damaged_model_config_is_an_error_and_no_forecast(workplace: Path) -> 
 
 def test_memory_that_others_use_is_a_warning_and_missing_memory_an_error(workplace: Path) -> None:
     config = load_config(Path("run.toml"))
-    forecast = forecast_run(config, ModelFiles.find("model").config)
+    forecast = forecast_run(config, read_shape("model"))
     assert find_misfits(config, forecast, Capacity(HostMemory(64 * GIB, 64 * GIB), None)).errors == ()
     (warning,) = find_misfits(config, forecast, Capacity(HostMemory(64 * GIB, 0), None)).warnings
     assert "0.0 GiB of 64.0 GiB are free" in warning
@@ -189,14 +189,14 @@ def test_pools_that_share_a_device_fit_on_it_together(workplace: Path) -> None:
     shared = ["--run.placement=shared", "--publish.transport=snapshot", "--publish.snapshot_dir=/dev/shm/w"]
     words = ["--trainer.device=cuda", *shared]
     config = load_config(Path("run.toml"), words)
-    forecast = forecast_run(config, ModelFiles.find("model").config)
+    forecast = forecast_run(config, read_shape("model"))
     host, both = HostMemory(64 * GIB, 64 * GIB), forecast.rank.num_bytes + forecast.instance.num_bytes
     assert find_misfits(config, forecast, Capacity(host, both)).errors == ()
     (error,) = find_misfits(config, forecast, Capacity(host, both - 1)).errors
     assert "a training rank and an instance need about" in str(error)
     # vLLM takes its share of the device, whatever the run needs.
     config = load_config(Path("run.toml"), [*words, "--inference.engine=vllm"])
-    forecast = forecast_run(config, ModelFiles.find("model").config)
+    forecast = forecast_run(config, read_shape("model"))
     device = 4 * forecast.rank.num_bytes
     (error,) = find_misfits(config, forecast, Capacity(host, device)).errors
     assert "vLLM takes 90% of the device, of which a training rank needs 25%: add" in str(error)

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.protocol.inference import SamplingParams
-from inference_service.engine.request_checks import check_request
-from inference_service.engine_interface import Limits, RequestRefused
+from inference_service.engine_interface import Limits, RequestRefused, check_request
 
 TOKENS = st.integers(-2, 7)
 

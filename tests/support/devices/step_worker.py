@@ -10,13 +10,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.model_shape import ModelShape
 from async_rl.types import Group
 from tests.support.groups import random_group
 from trainer.batching.group_slice import slices_of
 from trainer.batching.shared_prompt import make_micro_batch
 from trainer.devices import choose_device
 from trainer.model.gpt import build_model
-from trainer.model.shape import ModelShape
 from trainer.parallel import Parallel, init_parallel
 from trainer.policy.optimizer import PolicyOptimizer
 

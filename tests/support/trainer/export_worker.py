@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.preflight.model import read_shape
 from tests.support.trainer.own_stores import OwnStores
 from trainer.devices import choose_device
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.hf.weight_export import WeightExport
 from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import build_model
-from trainer.model.shape import read_model_shape
 from trainer.parallel import init_parallel
 
 ABANDONED_AFTER = 3
@@ -71,7 +71,7 @@ def run_case(case: dict[str, Any], out: Path) -> dict[str, Any]:
     section = TrainerSection(**case["layout"])
     parallel = init_parallel(choose_device("cpu"), 0, section)
     checkpoint = Path(case["checkpoint"])
-    model = build_model(read_model_shape(checkpoint), torch.float32, parallel, section)
+    model = build_model(read_shape(checkpoint), torch.float32, parallel, section)
     load_hf_weights(model, checkpoint)
     export = WeightExport(model, case["bucket_bytes"])
     report: dict[str, Any] = {"names": [spec.name for spec in export.specs]}

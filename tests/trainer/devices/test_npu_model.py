@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.model_shape import Experts, ModelShape
 from async_rl.types import Group
 from tests.support.devices.fake_torch_npu import FakeTorchNPU
 from trainer.batching.group_slice import slices_of
@@ -16,7 +17,6 @@ from trainer.devices.layer_ops import LayerOps
 from trainer.devices.npu_attention import NPUAttention
 from trainer.devices.npu_ops import NPUOps
 from trainer.model.gpt import SharedPromptGPT, build_model
-from trainer.model.shape import Experts, ModelShape
 from trainer.parallel import Parallel
 
 DENSE = ModelShape(

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from async_rl.preflight.model import read_shape
 from trainer.hf.weight_map import weight_map
-from trainer.model.shape import read_model_shape
 
 pytestmark = pytest.mark.distributed
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
@@ -47,7 +47,7 @@ def run_cases(num_ranks: int, cases: list[dict[str, Any]], directory: Path) -> l
 def require_original_streams(reports: list[list[dict[str, Any]]], cases: list[dict[str, Any]], directory: Path) -> None:
     for number, case in enumerate(cases):
         checkpoint = Path(case["checkpoint"])
-        in_order = [name for entry in weight_map(read_model_shape(checkpoint)) for name in entry.hf_shapes]
+        in_order = [name for entry in weight_map(read_shape(checkpoint)) for name in entry.hf_shapes]
         assert all(of_rank[number]["names"] == in_order for of_rank in reports), case
         assert reports[0][number]["wrong"] == [], case
         original = load_file(checkpoint / "model.safetensors")

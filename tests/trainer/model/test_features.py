@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.errors import ConfigError
-from async_rl.preflight.model import FAMILIES, ModelFiles, require_supported
+from async_rl.model_shape import FAMILIES
+from async_rl.preflight.model import ModelFiles, require_supported
 from async_rl.types import Group
 from tests.support.tiny_model import FAMILIES as CLASSES
 from tests.support.tiny_model import MODEL_SIZE, make_tiny_model

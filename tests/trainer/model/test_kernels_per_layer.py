@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.model_shape import Experts, ModelShape
 from async_rl.types import Group
 from tests.support.devices.fake_flash import FakeFlash
 from tests.support.devices.host_traffic import HostTraffic
@@ -15,7 +16,6 @@ from trainer.batching.group_slice import slices_of
 from trainer.batching.shared_prompt import make_micro_batch
 from trainer.devices.cuda_attention import CUDAAttention
 from trainer.model.gpt import build_model
-from trainer.model.shape import Experts, ModelShape
 from trainer.parallel import Parallel
 
 DENSE_LAYER = 150

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from async_rl.preflight.model import read_shape
+from async_rl.tracking.throughput import ModelSize
 from trainer.devices.peak_flops import peak_of_name
-from trainer.model.shape import read_model_shape
-from trainer.model.size import model_size
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -14,7 +14,7 @@ def test_the_size_of_a_dense_model_is_that_of_the_projections_in_its_checkpoint(
     family: str, tiny_model: Callable[..., Path]
 ) -> None:
     checkpoint = tiny_model(family)
-    size = model_size(read_model_shape(checkpoint))
+    size = ModelSize.of(read_shape(checkpoint))
     with safe_open(checkpoint / "model.safetensors", "pt") as tensors:
         shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     projections = [
@@ -26,13 +26,13 @@ def test_the_size_of_a_dense_model_is_that_of_the_projections_in_its_checkpoint(
 
 
 def test_of_experts_those_count_that_a_token_uses(tiny_model: Callable[..., Path]) -> None:
-    shape = read_model_shape(tiny_model("qwen3_moe"))
+    shape = read_shape(tiny_model("qwen3_moe"))
     assert shape.experts is not None
     one_expert = 3 * shape.hidden_size * shape.experts.ffn_size
     router = shape.hidden_size * shape.experts.num_experts
     attention = 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
     per_layer = attention + router + shape.experts.top_k * one_expert
-    assert model_size(shape).num_layer_parameters == shape.num_layers * per_layer
+    assert ModelSize.of(shape).num_layer_parameters == shape.num_layers * per_layer
 
 
 def test_the_peak_is_that_of_the_device_by_name() -> None:

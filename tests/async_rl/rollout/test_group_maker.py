@@ -1,4 +1,4 @@
-"""One prompt of an evaluation set to its scored responses."""
+"""Which maker of groups a run has, and how each samples and scores a prompt of an evaluation set."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -9,21 +9,23 @@ import pytest
 from transformers import AutoTokenizer
 
 from async_rl.config.evaluation_section import EvaluationSet
+from async_rl.config.file import parse_config
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import RolloutFailed
 from async_rl.evaluation.figures import ScoredPrompt
-from async_rl.evaluation.sampler import Sampler
-from async_rl.evaluation.sets import LoadedSet
+from async_rl.gateway.programs import make_group_maker
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rewards import make_reward
+from async_rl.rollout.group_maker import GroupMaker, SingleTurns
 from async_rl.rollout.program import ProgramFailed, ProgramPrompt, RolloutResult
-from async_rl.rollout.program_rollouts import make_program_rollouts
+from async_rl.rollout.program_rollouts import ProgramRollouts, make_program_rollouts
 from async_rl.rollout.session import RolloutSession
 from async_rl.seeds import RESPONSE_BITS, evaluation_seed
 from async_rl.types import Prompt, Response, Scores
 from tests.support.groups import make_response
+from tests.support.minimal_config import minimal_tree
 from tests.support.scripted_pool import ScriptedPool
 
 PROMPT = Prompt("7", (3, 4), {"answer": 1})
@@ -53,26 +55,34 @@ class Tokenizer:
 
 
 class Reward:
-    correct_at = 1.0
-
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Scores:
         return Scores(tuple(float(response.text.split()[1]) for response in responses))
 
 
-def test_it_samples_as_the_set_says_and_scores_what_was_said(tmp_path: Path) -> None:
+def test_it_samples_as_the_set_says_and_scores_what_was_said() -> None:
     pool, tokenizer = Pool(), Tokenizer()
     parts: tuple[Any, ...] = (pool, Reward(), tokenizer)
     rollout = RolloutSection(max_response_tokens=9, stop_token_ids=(2,), temperature=0.9)
-    sampler = Sampler(*parts, rollout, 3, skip_special_tokens=False)
+    maker = SingleTurns(*parts, rollout, 3, skip_special_tokens=False)
     config = EvaluationSet(name="held-out", source="rows.jsonl", num_samples=4, temperature=0.5, top_p=0.95, top_k=20)
-    scored = asyncio.run(sampler.score(LoadedSet(config, (PROMPT,)), PROMPT, "v5"))
+    scored = ScoredPrompt.of(*asyncio.run(maker.evaluate(config, PROMPT, "v5")))
     assert (scored.rewards, scored.num_tokens, scored.num_truncated) == ((0.0, 1.0, 2.0, 3.0), 8, 1)
     ((prompt, sampling, request_id, version),) = pool.asked
     assert (prompt, request_id, version) == (PROMPT.token_ids, "v5-evaluation-held-out-7", "v5")
     assert (sampling.n, sampling.max_tokens, sampling.temperature, sampling.stop_token_ids) == (4, 9, 0.5, [2])
     assert (sampling.top_p, sampling.top_k) == (0.95, 20)
     assert sampling.seed == evaluation_seed(3, "held-out", "7")
-    assert tokenizer.skipped == [False] and sampler.correct_at == 1.0
+    assert tokenizer.skipped == [False]
+
+
+@pytest.mark.parametrize(("program", "kind"), [("single_turn", SingleTurns), ("command:true", ProgramRollouts)])
+def test_a_run_has_one_maker_by_its_program(
+    program: str, kind: type[GroupMaker], tiny_model: Callable[..., Path]
+) -> None:
+    tree = minimal_tree() | {"rollout": {"program": program, "renderer": "template"}}
+    pool: Any = ScriptedPool()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    assert type(make_group_maker(parse_config(tree, "here"), pool, tokenizer, make_reward(RewardSection()))) is kind
 
 
 def test_seeds_leave_room_for_the_responses_and_no_two_prompts_share_one() -> None:
@@ -109,19 +119,14 @@ def test_a_program_is_evaluated_as_it_is_trained(tiny_model: Callable[..., Path]
         programs = make_program_rollouts(
             rollout, prompts, 3, "m", pool, tokenizer, reward, skip_special_tokens=True, program=TwoTurns()
         )
-        assert programs is not None
         config = EvaluationSet(
             name="held-out", source="rows.jsonl", num_samples=4, temperature=temperature, top_p=0.9, top_k=7
         )
         prompt = Prompt("7", (3, 4), row)
-        sampler = Sampler(
-            *(pool, reward, tokenizer, rollout, 3),
-            programs=programs,
-            on_scored=lambda loaded, prompt, responses, scores: shown.append((responses, scores)),
-        )
-        scored = await sampler.score(LoadedSet(config, (prompt,)), prompt, version)
-        assert programs.figures.take() == {}, "it is no part of the training's figures"
-        return scored
+        trajectories, scores = await programs.evaluate(config, prompt, version)
+        shown.append(([trajectory.last for trajectory in trajectories], scores))
+        assert programs.take_figures() == {}, "it is no part of the training's figures"
+        return ScoredPrompt.of(trajectories, scores)
 
     first, later = asyncio.run(score({"prompt": "q"}, "v5")), asyncio.run(score({"prompt": "q"}, "v6"))
     assert first == later, "only the weights differ"
@@ -174,10 +179,9 @@ def test_a_program_gets_the_messages_of_a_set_by_the_settings_of_that_set(
         programs = make_program_rollouts(
             rollout, prompts, 3, "m", pool, tokenizer, reward, skip_special_tokens=True, program=program
         )
-        sampler = Sampler(pool, reward, tokenizer, rollout, 3, programs=programs)
         prompt = Prompt("7", (3, 4), row)
         config = EvaluationSet.model_validate({"name": "other", "source": "y.jsonl", "num_samples": 1} | of_set)
-        await sampler.score(LoadedSet(config, (prompt,)), prompt, "v5")
+        await programs.evaluate(config, prompt, "v5")
 
     asyncio.run(score())
     assert program.shown == [[{"role": "system", "content": "Think."}, {"role": "user", "content": "q"}]]

@@ -1,0 +1,80 @@
+"""The built-in algorithms, by name, and what is known of each without torch: for the settings, the checks before a
+start and the forecast, which may not import the algorithms themselves.
+
+A new algorithm has its line here, and its class in `async_rl.algorithms.ALGORITHMS`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from async_rl.config.section import NoOptions, Section
+
+
+class DPPOOptions(Section):
+    delta: float = Field(0.2, gt=0, le=1)
+
+
+class GDPOOptions(Section):
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Of parts of the reward, by their names."""
+
+
+class OnlineDPOOptions(Section):
+    beta: float = Field(0.1, gt=0)
+
+
+class PFPPOOptions(Section):
+    power: float = Field(2.0, gt=0)
+
+
+class SAPOOptions(Section):
+    tau_positive: float = Field(1.0, gt=0)
+    tau_negative: float = Field(1.05, gt=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What an algorithm reads of `[algorithm]`, and what it asks of a run.
+
+    `options` are its `[algorithm.options]`, `unused` the settings that have no effect on it. `totals`, `whole_groups`
+    and `values` are as in `async_rl.algorithms.base.Needs`, whatever the settings are; with `scaled_by_batch` the
+    default of `scale_by_std` is "batch". `single_rollouts`: it learns from one, and compares none of a prompt.
+    """
+
+    options: type[Section] = NoOptions
+    unused: tuple[str, ...] = ()
+    totals: bool = False
+    scaled_by_batch: bool = False
+    whole_groups: bool = False
+    values: bool = False
+    single_rollouts: bool = False
+
+
+TRAITS: Mapping[str, Traits] = {
+    "grpo": Traits(),
+    "dr_grpo": Traits(),
+    "dapo": Traits(),
+    "rloo": Traits(),
+    "reinforce_pp_baseline": Traits(totals=True, unused=("scale_by_std",)),
+    "gspo": Traits(),
+    "cispo": Traits(),
+    "sapo": Traits(options=SAPOOptions, unused=("clip_low", "clip_high")),
+    "dppo": Traits(options=DPPOOptions, unused=("clip_low", "clip_high")),
+    # Shaped rewards may be negative.
+    "maxrl": Traits(unused=("scale_by_std", "overlong_tokens", "kl_in")),
+    "gdpo": Traits(options=GDPOOptions, scaled_by_batch=True),
+    "pf_ppo": Traits(options=PFPPOOptions),
+    "online_dpo": Traits(
+        options=OnlineDPOOptions,
+        whole_groups=True,
+        unused=(
+            *("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "teacher", "teacher_coef"),
+            *("importance", "importance_low", "importance_high"),
+            *("normalize", "scale_by_std", "clip_low", "clip_high"),
+        ),
+    ),
+    "distillation": Traits(single_rollouts=True, unused=("scale_by_std", "overlong_tokens", "kl_in")),
+    "ppo": Traits(values=True, single_rollouts=True, unused=("scale_by_std",)),
+}

@@ -1,0 +1,260 @@
+"""A model as its config.json describes it: sizes, numbers of parameters, and which models trainer and engine hold.
+
+The one reading of that file, without libraries of models; for pre-flight, forecasts and the trainer. What published
+configs leave out has the default that transformers gives it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from async_rl.errors import ConfigError
+
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
+"""`model_type` of the models that the trainer supports."""
+
+QWEN3_HEAD_DIM = 128
+"""Where config.json leaves it out; the other families divide the hidden size among the heads."""
+
+NORM_EPS, ROPE_THETA = 1e-6, 10_000.0
+"""Where config.json leaves them out."""
+
+LARGEST_SIZE, LARGEST_NUMBER = 2**31, 1e30
+"""Of any one dimension, and of other numbers: larger ones are damaged files."""
+
+FULL = "full_attention"
+
+LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants of llama3 rope scaling that are fixed in Megatron's RotaryEmbedding; only the factor can be set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of every layer's feed-forward part: `num_experts` of them, each token uses the `top_k` best.
+
+    `renormalized` means that a token's `top_k` weights sum to 1; otherwise they are the softmax over all experts.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_size: int
+    renormalized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes and features of one decoder-only model.
+
+    `rope_factor` is the llama3 scaling factor, or None for plain rotary embeddings. `tied` means that the output layer
+    uses the embedding's weights. `experts` replace, in every layer, one feed-forward part of `ffn_size`. With
+    `gives_values` the output layer is a critic's head, which no checkpoint's config says.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    rope_factor: float | None
+    tied: bool
+    experts: Experts | None = None
+    gives_values: bool = False
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any], named: str) -> "ModelShape":
+        """The model of a config.json; `named` is its place in messages.
+
+        Raises:
+            ConfigError: a family or a feature is not supported, a size is missing or no positive integer, or heads do
+                not divide.
+        """
+        family = config.get("model_type")
+        if family not in FAMILIES:
+            raise ConfigError(
+                f"{named} has model_type {family!r}, which the trainer does not support: expected one of "
+                f"{', '.join(FAMILIES)}"
+            )
+        for found, expected in _not_held(config):
+            raise ConfigError(
+                f"{named} has {found} in its config.json, which the trainer does not support: expected {expected}"
+            )
+
+        def size(*keys: str, default: int | None = None) -> int:
+            value = next((config[key] for key in keys if config.get(key) is not None), default)
+            if type(value) is not int or not 0 < value < LARGEST_SIZE:
+                raise _damaged(named, keys[0], value, "a number from 1")
+            return value
+
+        hidden, heads = size("hidden_size"), size("num_attention_heads")
+        kv_heads = size("num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise ConfigError(
+                f"{named} has num_attention_heads = {heads} and num_key_value_heads = {kv_heads} in its config.json, "
+                "which do not divide: download it again"
+            )
+        experts = None
+        if family == "qwen3_moe":
+            # A checkpoint saved again by transformers 5 has the second name.
+            num_experts, top_k = size("num_experts", "num_local_experts"), size("num_experts_per_tok")
+            experts = Experts(num_experts, top_k, size("moe_intermediate_size"), bool(config.get("norm_topk_prob")))
+        _, rope = _rope(config)
+        theta = rope.get("rope_theta", config.get("rope_theta", ROPE_THETA))
+        return cls(
+            family=family,
+            num_layers=size("num_hidden_layers"),
+            hidden_size=hidden,
+            ffn_size=size("intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=size("head_dim", default=QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads),
+            vocab_size=size("vocab_size"),
+            norm_eps=_positive(named, "rms_norm_eps", config.get("rms_norm_eps", NORM_EPS)),
+            rope_theta=_positive(named, "rope_theta", theta),
+            rope_factor=float(rope["factor"]) if _rope_type(rope) == "llama3" else None,
+            tied=bool(config.get("tie_word_embeddings")),
+            experts=experts,
+        )
+
+    def as_critic(self) -> "ModelShape":
+        """The same layers below a critic's head."""
+        return replace(self, tied=False, gives_values=True)
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.family in ("qwen3", "qwen3_moe")
+
+    @property
+    def qkv_size(self) -> int:
+        """Values that a row's queries, keys and values have in one layer."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        """Of the embedding, and of the output layer where it is not the same tensor."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def divided_layer_parameters(self) -> int:
+        """Of one layer, those that tensor-parallel ranks divide."""
+        attention = self.hidden_size * (self.qkv_size + self.num_heads * self.head_dim)
+        bias = self.qkv_size if self.qkv_bias else 0
+        return attention + bias + (0 if self.experts else 3 * self.hidden_size * self.ffn_size)
+
+    @property
+    def whole_layer_parameters(self) -> int:
+        """Of one layer, those that every rank of its stage has: norms, and the router of experts."""
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        return norms + (self.hidden_size * self.experts.num_experts if self.experts else 0)
+
+    @property
+    def expert_layer_parameters(self) -> int:
+        """Of one layer, those of all its experts."""
+        if self.experts is None:
+            return 0
+        return self.experts.num_experts * 3 * self.hidden_size * self.experts.ffn_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model, a tied head counted once."""
+        layer = self.divided_layer_parameters + self.whole_layer_parameters + self.expert_layer_parameters
+        vocabulary = self.vocabulary_parameters * (1 if self.tied else 2)
+        return self.num_layers * layer + vocabulary + self.hidden_size
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that one token uses: without the experts that it is not routed to."""
+        if self.experts is None:
+            return self.num_parameters
+        unused = 1 - self.experts.top_k / self.experts.num_experts
+        return self.num_parameters - round(self.num_layers * self.expert_layer_parameters * unused)
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def _damaged(named: str, key: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{named} has {key} = {value!r} in its config.json: expected {expected}; download it again")
+
+
+def _positive(named: str, key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value < LARGEST_NUMBER:
+        raise _damaged(named, key, value, "a number above 0")
+    return float(value)
+
+
+def _not_held(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What of the config is not held: how it is written there, and what would be held."""
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        yield f"hidden_act {config['hidden_act']!r}", "'silu'"
+    for name in ("attention_bias", "mlp_bias"):
+        if config.get(name):
+            yield f"{name} true", "false"
+    yield from _of_windows(config)
+    yield from _of_rope(config)
+    if config.get("model_type") == "qwen3_moe":
+        yield from _of_experts(config)
+
+
+def _of_windows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    kinds = config.get("layer_types")
+    kinds = kinds if isinstance(kinds, list) else []
+    others = sorted(set(map(str, kinds)) - {FULL})
+    if others:
+        yield f"layer_types with {others[0]!r}", f"{FULL!r} in every layer"
+    # Layers below the last of `max_window_layers` attend to all; a mixture of experts has the window in every layer.
+    first = config.get("max_window_layers", 28) if config.get("model_type") != "qwen3_moe" else 0
+    num_layers = config.get("num_hidden_layers")
+    is_used = not (isinstance(first, int) and isinstance(num_layers, int)) or first < num_layers
+    has_window = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
+    if not kinds and has_window and is_used:
+        yield f"use_sliding_window true with sliding_window {config.get('sliding_window', 4096)}", "false"
+
+
+def _of_rope(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    name, rope = _rope(config)
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+        yield f"{name} by layer type", "the same in every layer"
+        return
+    kind = _rope_type(rope)
+    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if share not in (None, 1):
+        yield f"partial_rotary_factor {share}", "1.0"
+    if kind not in ("default", "llama3"):
+        yield f"rope_type {kind!r}", "'default' or 'llama3'"
+    elif kind == "llama3":
+        for each, expected in LLAMA3_FIXED.items():
+            if rope.get(each) != expected:
+                yield f"llama3 rope scaling with {each} {rope.get(each)}", str(expected)
+        if not isinstance(rope.get("factor"), int | float):
+            yield f"llama3 rope scaling with factor {rope.get('factor')}", "a number"
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Rotary embeddings as the config has them, and the name that it gives them."""
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    return name, config.get(name) or {}
+
+
+def _rope_type(rope: Mapping[str, Any]) -> object:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _of_experts(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if config.get("decoder_sparse_step", 1) != 1:
+        yield f"decoder_sparse_step {config['decoder_sparse_step']}", "1, experts in every layer"
+    if config.get("mlp_only_layers"):
+        yield f"mlp_only_layers {config['mlp_only_layers']}", "[], experts in every layer"
+    if config.get("num_experts_per_tok") == 1 and config.get("norm_topk_prob"):
+        # The only weight would always be 1, and the router would get no gradient.
+        yield "num_experts_per_tok 1 with norm_topk_prob true", "norm_topk_prob false"
