@@ -160,7 +160,11 @@ MIXTURE = {"mixture": [{"name": "sums", "source": "sums.jsonl"}, {"name": "words
     [
         (MIXTURE, {}, {"prompt": "q"}),
         (MIXTURE, {}, {"prompt": "q", "source": "sums"}),
-        ({"source": "x.jsonl", "column": "question"}, {"columns": {"prompt": "asked"}}, {"prompt": "q", "asked": "q"}),
+        (
+            {"source": "x.jsonl", "columns": {"prompt": "question"}},
+            {"columns": {"prompt": "asked"}},
+            {"prompt": "q", "asked": "q"},
+        ),
         ({"source": "reasoning-gym:chain_sum"}, {"columns": {}}, {"prompt": "q", "question": "another one"}),
         ({"source": "x.jsonl"}, {"source": "reasoning-gym:chain_sum"}, {"question": "q"}),
         (MIXTURE, {"source": "held-out"}, {"prompt": "q", "source": "words"}),
