@@ -10,12 +10,10 @@ PACKAGES = ("async_rl", "inference_service", "trainer", "deploy")
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "marshal.load", "marshal.loads", "yaml.load"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve"}
 BETWEEN_PARENT_AND_CHILD = {
-    "async_rl/programs/user_process.py",
-    "async_rl/rewards/worker.py",
-    "async_rl/rewards/worker_process.py",
-    "async_rl/rollout/program_process.py",
+    "async_rl/workers/child.py",
+    "async_rl/workers/worker.py",
 }
-"""They pickle over pipes that nobody else has an end of."""
+"""The parent pickles over a pipe that nobody else has an end of; the child answers in JSON."""
 
 IN_A_SANDBOX = "async_rl/sandbox/inside/"
 """Its job is to run programs, where they harm nobody."""

@@ -14,7 +14,7 @@ import pytest
 
 from async_rl.config.file import parse_config
 from async_rl.programs import process_guard
-from async_rl.programs.process_guard import _die_with_guard
+from async_rl.programs.process_guard import end_with_parent
 from deploy.local.machine import Machine
 from deploy.local.plan import num_ports, plan
 from tests.conftest import WARM
@@ -51,7 +51,7 @@ OTHERS = {**os.environ, "OTHER": "\udcff=", "OMP_NUM_THREADS": "2", "PYTHONUNBUF
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "environment": {"env": OTHERS},
-    "session": {"start_new_session": True, "preexec_fn": _die_with_guard},
+    "session": {"start_new_session": True, "preexec_fn": end_with_parent},
     "group": {"process_group": 0},
 }
 

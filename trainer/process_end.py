@@ -10,7 +10,7 @@ from typing import NoReturn
 from async_rl.errors import AsyncRLError, ConfigError, Fenced, RunStopped
 from async_rl.programs.command_line import USAGE_ERROR
 from async_rl.programs.failure_report import report_failure
-from async_rl.programs.parent import end_with_parent
+from async_rl.programs.process_guard import end_with_parent
 
 log = logging.getLogger("trainer")
 

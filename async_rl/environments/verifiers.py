@@ -14,9 +14,8 @@ import contextvars
 import json
 import os
 import shutil
-import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,7 @@ import aiohttp
 
 from async_rl.environments.failure import EnvironmentFailed
 from async_rl.errors import ConfigError
-from async_rl.programs import process_guard
-from async_rl.programs.agent_environment import agent_environment
+from async_rl.programs.agent_process import agent_environment, start_guarded
 from async_rl.rollout.program import ProgramPrompt
 from async_rl.rollout.turn import LimitReached
 
@@ -159,15 +157,9 @@ class VerifiersEnvironment:
         """
         assert self._python is not None
         socket = Path(tempfile.mkdtemp(prefix="async-rl-verifiers-")) / "socket"
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", process_guard.__file__, "--grace-s", str(END_GRACE_S)),
-            # Without the modules beside the service, whose names are those of other packages.
-            *("--", self._python, "-P", str(SERVICE), str(self._config), str(socket)),
-            stdin=PIPE,
-            stdout=PIPE,
-            env=self._variables(gateway),
-            start_new_session=True,
-        )
+        # Without the modules beside the service, whose names are those of other packages.
+        command = [self._python, "-P", str(SERVICE), str(self._config), str(socket)]
+        process = await start_guarded(command, self._variables(gateway), END_GRACE_S)
         service = _Service(process, socket)
         assert process.stdout is not None
         line = await process.stdout.readline()

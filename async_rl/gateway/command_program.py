@@ -8,7 +8,6 @@ that nothing of it outlives its rollout, or the trainer.
 import asyncio
 import json
 import os
-import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
@@ -20,13 +19,10 @@ from urllib.parse import urlsplit
 
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.json_values import as_json
-from async_rl.programs import process_guard
-from async_rl.programs.agent_environment import agent_environment
+from async_rl.programs.agent_process import agent_environment, start_guarded
 from async_rl.programs.user_command import split_command
-from async_rl.rollout.program import ProgramFailed, ProgramPrompt, RolloutResult
+from async_rl.rollout.program import SETTING, ProgramFailed, ProgramPrompt, RolloutResult
 from async_rl.rollout.session import RolloutSession
-
-SETTING = "rollout.program"
 
 PROMPT_VARIABLE = "ASYNC_RL_PROMPT"
 """Names the file with the prompt, for agents whose standard input is not at hand."""
@@ -126,16 +122,7 @@ async def _guarded(
     If it is not, the process cannot be ended.
     """
     try:
-        process = await asyncio.create_subprocess_exec(
-            # By its path, without site-packages, and without modules of the working directory: it starts faster.
-            *(sys.executable, "-I", "-S", process_guard.__file__, "--grace-s", str(KILL_GRACE_S)),
-            *("--stdin", str(file), "--", *command),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            env=environment,
-            start_new_session=True,
-        )
+        process = await start_guarded(command, environment, KILL_GRACE_S, str(file), PIPE)
     except OSError as error:
         raise _not_started(error) from error
     ended = asyncio.create_task(_end_of(process))

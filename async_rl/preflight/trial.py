@@ -20,10 +20,9 @@ from async_rl.data.part import Part, parts_of
 from async_rl.data.rendering import Tokenizer
 from async_rl.data.table_files import MeasuredPart, measure_part
 from async_rl.errors import ConfigError, RewardError
-from async_rl.rewards.process_reward import ProcessReward
+from async_rl.rewards.process_reward import NotInTime, ProcessReward
 from async_rl.rewards.readable_answers import answer_check
 from async_rl.rewards.row_parts import labels_of
-from async_rl.rewards.worker_process import WorkerTimeout
 from async_rl.token_arrays import Logprobs, TokenIds
 from async_rl.tokenizer import load_tokenizer
 from async_rl.types import Prompt, Response
@@ -142,7 +141,7 @@ async def _try(config: RewardSection, label: str, prompt: Prompt, responses: lis
         trial.errors.append(str(error))
     except RewardError as error:
         said = f"tried with made-up responses to row {prompt.prompt_id} (from 0), {error}"
-        if config.timeout_s > CALL_S and any(isinstance(each, WorkerTimeout) for each in _causes(error)):
+        if config.timeout_s > CALL_S and any(isinstance(each, NotInTime) for each in _causes(error)):
             trial.warnings.append(said)
         else:
             remedy = "correct the reward, or name the columns that it reads in prompts.columns"

@@ -39,7 +39,7 @@ def keep(command: Sequence[str], cores: Sequence[int], grace_s: float, stdin: st
             command,
             stdin=file,
             start_new_session=True,
-            preexec_fn=_die_with_guard if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent,
         )
     with _reaping_orphans(child.pid):
         ended_by_us = _wait_for_child_or_closed_pipe(child)
@@ -138,9 +138,16 @@ def _parent_and_state(entry: Path) -> tuple[int, bool]:
     return int(parent), state not in "ZX"
 
 
-def _die_with_guard() -> None:
-    """In the child before exec: SIGKILL if the guard itself is killed."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent() -> None:
+    """Has Linux kill this process when its parent dies without ending it, as by `kill -9`; elsewhere does nothing.
+
+    It holds for the program that the process becomes, too. The trainer's ranks and the producer call it as well.
+
+    Raises:
+        OSError: Linux refuses it.
+    """
+    if sys.platform == "linux":
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -19,6 +19,9 @@ PREFIX = "python:"
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
+MAX_TRACEBACK = 20_000
+"""Characters of a traceback: an error may quote a whole page, or megabytes."""
+
 
 def find_file(setting: str, name: str) -> tuple[Path, str]:
     """The file and the function's name of `python:path/to/file.py:function`, the value of `setting`.
@@ -86,11 +89,14 @@ def traceback_from(path: Path, error: BaseException) -> str:
 
 
 def traceback_of_user(error: BaseException) -> str:
-    """The traceback from the first frame that is not ours; of an error in our own code all of it."""
+    """The traceback from the first frame that is not ours; of an error in our own code all of it. Without its middle,
+    if it is so long that nobody reads it."""
     trace = error.__traceback__
     while trace is not None and Path(trace.tb_frame.f_code.co_filename).resolve().is_relative_to(PACKAGE):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    half = MAX_TRACEBACK // 2
+    return text if len(text) <= MAX_TRACEBACK else f"{text[:half]}\n[...]\n{text[-half:]}"
 
 
 def _load(setting: str, name: str, path: Path) -> Any:

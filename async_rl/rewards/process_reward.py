@@ -9,14 +9,8 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.base import as_rewards
 from async_rl.rewards.function import Traits
-from async_rl.rewards.worker_process import (
-    WorkerDied,
-    WorkerFailed,
-    WorkerProcess,
-    WorkerStopped,
-    WorkerTimeout,
-)
 from async_rl.types import Prompt, Response, Scores
+from async_rl.workers.worker import CallCrashed, CallFailed, CallInterrupted, NotLoaded, Worker, WorkerPool
 
 
 class Slots:
@@ -45,21 +39,15 @@ class Slots:
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 120.0
-"""A worker imports the reward's packages; on a cold disk that takes long."""
-
 RETRY_PAUSE_S = 0.5
 """Before the second attempt, and twice as long before each further one: a service that the reward calls may recover."""
 
+END_GRACE_S = 1.0
+"""How long a call of an asynchronous function may take to end when it is cancelled; nothing ends a synchronous one."""
 
-class _Worker:
-    """A worker process, its number of running calls, and when it was last used."""
 
-    def __init__(self, config: RewardSection) -> None:
-        self.process = WorkerProcess(config)
-        self.starting = asyncio.Lock()
-        self.num_calls = 0
-        self.last_used = 0
+class NotInTime(Exception):
+    """A call did not end in time; the message has its traceback, and what happened to its process."""
 
 
 class ProcessReward:
@@ -74,9 +62,10 @@ class ProcessReward:
         self._name = name
         self._max_attempts = config.max_attempts
         self._traits: Traits | None = None
-        self._workers: list[_Worker] = []
+        section = config.model_dump_json()
+        workers = [Worker(f"reward {name!r}", "async_rl.rewards.worker", section) for _ in range(config.num_workers)]
+        self._pool = WorkerPool(workers, Worker.start)
         self._slots = Slots(1)
-        self._num_uses = 0
 
     @property
     def correct_at(self) -> float | None:
@@ -86,14 +75,11 @@ class ProcessReward:
     async def start(self) -> None:
         if self._traits is not None:
             return
-        self._workers = [_Worker(self._config) for _ in range(self._config.num_workers)]
         try:
-            traits = await asyncio.gather(*(worker.process.start(START_TIMEOUT_S) for worker in self._workers))
-        except WorkerFailed as error:
+            await self._pool.start()
+        except NotLoaded as error:
             raise ConfigError(f"reward {self._name!r} cannot be loaded:\n{error}") from error
-        except (WorkerDied, WorkerTimeout) as error:
-            raise ConfigError(f"reward {self._name!r} cannot be loaded: its worker process ended ({error})") from error
-        self._traits = traits[0]
+        self._traits = Traits(*self._pool.workers[0].traits)
         self._slots = Slots(self._config.max_concurrency if self._traits.is_async else self._config.num_workers)
 
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Scores:
@@ -112,48 +98,34 @@ class ProcessReward:
             attempt += 1
 
     async def close(self) -> None:
-        await asyncio.gather(*(worker.process.close() for worker in self._workers))
+        await self._pool.close()
 
     async def _attempt(self, prompt: Prompt, responses: tuple[Response, ...]) -> Scores:
         """One call; repeated whenever its process was killed because of another call."""
-        timeout_s = self._config.timeout_s
+        assert self._traits is not None, "scored before the reward was started"
+        timeout_s, grace_s = self._config.timeout_s, END_GRACE_S if self._traits.is_async else 0.0
         try:
             while True:
-                async with self._worker(len(responses)) as worker:
+                async with (
+                    self._slots.taken(len(responses) if self._traits.per_response else 1),
+                    self._pool.taken() as worker,
+                ):
                     try:
-                        scores = await worker.score(prompt, responses, timeout_s)
-                        return Scores(tuple(as_rewards(scores.rewards, len(responses))), metrics=scores.metrics)
-                    except WorkerStopped:
+                        with worker.call((prompt, responses), grace_s) as call:
+                            await call.wait(timeout_s)
+                            if not call.ended.done():
+                                raise NotInTime(await call.end())
+                            rewards, metrics = call.ended.result()
+                    except CallInterrupted:
                         continue
-        except WorkerTimeout as error:
+                    named = tuple((name, tuple(values)) for name, values in metrics)
+                    return Scores(tuple(as_rewards(rewards, len(responses))), metrics=named)
+        except NotInTime as error:
             raise _AttemptFailed(f": no answer within reward.timeout_s = {timeout_s:g} s; {error}") from error
-        except WorkerFailed as error:
+        except CallFailed as error:
             raise _AttemptFailed(f" failed:\n{error}") from error
-        except WorkerDied as error:
-            raise _AttemptFailed(
-                f": its process ended ({error}); it, or a call beside it, may have crashed or called exit"
-            ) from error
-
-    @asynccontextmanager
-    async def _worker(self, num_responses: int) -> AsyncIterator[WorkerProcess]:
-        """The least busy process, running; of several, the most recently used one: its caches are warm."""
-        num_slots = num_responses if self._traits is not None and self._traits.per_response else 1
-        async with self._slots.taken(num_slots):
-            worker = min(self._workers, key=lambda worker: (worker.num_calls, -worker.last_used))
-            self._num_uses += 1
-            worker.num_calls, worker.last_used = worker.num_calls + 1, self._num_uses
-            try:
-                async with worker.starting:
-                    if not worker.process.running:
-                        await worker.process.start(START_TIMEOUT_S)
-                yield worker.process
-            except asyncio.CancelledError:
-                if self._traits is not None and not self._traits.is_async:
-                    # It cannot be cancelled, and the next call needs a free process.
-                    worker.process.kill()
-                raise
-            finally:
-                worker.num_calls -= 1
+        except (CallCrashed, NotLoaded) as error:
+            raise _AttemptFailed(f": {error}") from error
 
 
 class _AttemptFailed(Exception):

@@ -20,6 +20,8 @@ from async_rl.token_arrays import TokenIds
 if TYPE_CHECKING:
     from async_rl.rollout.session import RolloutSession
 
+SETTING = "rollout.program"
+
 MAX_TURN_REWARDS = 10_000
 
 

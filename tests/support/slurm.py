@@ -4,10 +4,8 @@ All nodes are on this host, or each on a simulated one (`hosts.py`). Every daemo
 the test, and ends with it.
 """
 
-import ctypes
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -18,11 +16,11 @@ from pathlib import Path
 
 import psutil
 
+from async_rl.programs.process_guard import end_with_parent
 from benchmarks.common.hosts import Host, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 WAIT_S = 60.0
-PR_SET_PDEATHSIG = 1
 FIRST_PORT = 17601
 """Of the nodes that share this host."""
 
@@ -156,7 +154,7 @@ class Slurm:
             command = list(words) if host is None else host.command(words)
             self._daemons.append(
                 subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, env=self.env(), preexec_fn=_end_with_parent
+                    command, stdout=log, stderr=subprocess.STDOUT, env=self.env(), preexec_fn=end_with_parent
                 )
             )
 
@@ -182,8 +180,3 @@ class Slurm:
             lines.append(f"NodeName={node} {where} CPUs={CPUS} RealMemory=1000")
         (self._dir / "slurm.conf").write_text("\n".join(lines) + "\n")
         (self._dir / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-
-
-def _end_with_parent() -> None:
-    """In the child before exec: it ends with the test, however the test ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

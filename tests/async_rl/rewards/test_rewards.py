@@ -1,11 +1,8 @@
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from async_rl.config.reward_section import RewardSection
@@ -19,7 +16,7 @@ from tests.support.open_files import room_for_files
 pytestmark = pytest.mark.distributed
 
 USER_FILE = """
-import asyncio, os, pathlib, sys, time
+import asyncio, os, sys
 from dataclasses import dataclass
 import neighbour
 
@@ -36,10 +33,6 @@ def lengths(prompt, responses, row):
 async def later(prompt, responses, row):
     await asyncio.sleep(0.01)
     return [row["bonus"] for _ in responses]
-
-def hangs_on(prompt, responses, row):
-    pathlib.Path(row["mark"]).touch()
-    time.sleep(3600)
 """
 
 
@@ -89,7 +82,7 @@ def test_a_users_function_scores_in_a_process_without_the_trainers_packages(
     pid, heavy = loop.run(reward.score(prompt(asks="process"), RESPONSES)).rewards
     assert pid != os.getpid() and heavy == 0.0
     loop.run(reward.close())
-    message = r"(?s)prompt row7: its process ended .it cannot be started: .*Too many open files; raise .*ulimit -n"
+    message = r"(?s)prompt row7: its process cannot be started: .*Too many open files.*; raise .*ulimit -n"
     with room_for_files(0), pytest.raises(RewardError, match=message):
         loop.run(reward.score(prompt(), RESPONSES))
     assert loop.run(reward.score(prompt(), RESPONSES)).rewards == (13.0, 15.0)
@@ -111,27 +104,3 @@ def test_an_asynchronous_function_scores(
 def test_a_reward_that_is_not_there_is_a_config_error_before_a_process_is_started(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_reward(RewardSection(name=name))
-
-
-def test_worker_ends_with_its_parent_even_amid_a_hung_reward(user_file: Path) -> None:
-    mark = user_file.parent / "hangs"
-    program = f"""
-import asyncio, os, pathlib
-from async_rl.config.reward_section import RewardSection
-from async_rl.rewards import make_reward
-from async_rl.types import Prompt
-
-async def main():
-    reward = make_reward(RewardSection(name="python:{user_file}:hangs_on"))
-    await reward.start()
-    asyncio.create_task(reward.score(Prompt("row7", (3,), {{"mark": "{mark}"}}), ()))
-    while not pathlib.Path("{mark}").exists():
-        await asyncio.sleep(0.01)
-    print(reward._workers[0].process.pid, flush=True)
-    os._exit(1)
-
-asyncio.run(main())
-"""
-    parent = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    worker = psutil.Process(int(parent.stdout)) if psutil.pid_exists(int(parent.stdout)) else None
-    assert worker is None or psutil.wait_procs([worker], timeout=60)[1] == []

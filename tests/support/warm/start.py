@@ -34,7 +34,8 @@ STARTS_OTHERS = (
 LEAVES = (
     *("async_rl.evaluation", "inference_service", "trainer", "trainer.export"),
     *("deploy.quickstart.warm_start", "trainer.verify.distance"),
-    *("async_rl.preflight.trial", "async_rl.rewards.worker", "tests.support.receiving_instance"),
+    *("async_rl.preflight.trial", "async_rl.rewards.worker", "async_rl.rollout.program_worker"),
+    *("tests.support.code_worker", "tests.support.receiving_instance"),
     *("tests.support.scripted_instance", "tests.support.stream_receiver", "tests.support.warm.facts"),
 )
 """Programs whose children, if any, are started in the ordinary way."""

@@ -1,20 +1,20 @@
-"""Processes that run a user's code: how they are started, and how they end; for rewards and rollouts.
+"""How a worker process is started, what it and its parent share, and how it ends.
 
 A new interpreter, not a fork: it has none of the trainer's threads, torch state and network connections. Messages go
-over two pipes, each after its length. The process is the first of a group, which is killed as a whole.
+over two pipes, each after its length; which call the process is running is a word of shared memory. The process is the
+first of a group, which is killed as a whole.
 """
 
 import asyncio
 import contextlib
+import mmap
 import os
-import pickle
 import signal
 import struct
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 LENGTH = struct.Struct(">Q")
 """In front of each message, on both pipes."""
@@ -25,16 +25,37 @@ MAX_FRAME_BYTES = 64 * 2**20
 EXIT_TIMEOUT_S = 10.0
 """How long a process whose output has ended may take to end itself; most do at once, but on a busy machine."""
 
-EXIT_POLL_S = 0.1
-
-MORE_ROOM = "raise the limits of open files and processes (ulimit -n, -u)"
-"""The remedy for a process that cannot be started."""
-
 REAP_TIMEOUT_S = 5.0
 """How long a killed process may take to disappear; after that it is not awaited."""
 
 
-async def start_process(module: str, *arguments: str, pass_fds: Sequence[int] = ()) -> Process:
+class Mark:
+    """The number of the call that a process runs, 0 for none, and a count of all steps, in a file of `SIZE_BYTES`.
+
+    It survives the process, so that one that exits or crashes shows whose code did it; and it can be read while the
+    process answers nothing, because some code does not let the interpreter go.
+    """
+
+    SIZE_BYTES = 16
+
+    def __init__(self, path: str) -> None:
+        with Path(path).open("r+b") as file:
+            self._words = memoryview(mmap.mmap(file.fileno(), self.SIZE_BYTES)).cast("Q")
+
+    def read(self) -> tuple[int, int]:
+        """The call that is running and the number of steps so far."""
+        return self._words[0], self._words[1]
+
+    def begin(self, number: int) -> None:
+        """A step of a call begins."""
+        self._words[0] = number
+        self._words[1] += 1
+
+    def end(self) -> None:
+        self._words[0] = 0
+
+
+async def start_process(module: str, *arguments: str) -> Process:
     """Runs `python -m MODULE ARGUMENTS` with pipes as its standard input and output."""
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, *arguments),
@@ -42,7 +63,6 @@ async def start_process(module: str, *arguments: str, pass_fds: Sequence[int] = 
         stdout=PIPE,
         # Its own process group, which is killed as a whole.
         start_new_session=True,
-        pass_fds=pass_fds,
     )
 
 
@@ -62,17 +82,6 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, answers
 
 
-def messages(requests: BinaryIO) -> Iterator[Any]:
-    """Inside the process: the parent's messages until its end of the pipe closes, also in the middle of one, as where
-    the parent was killed."""
-    while len(header := requests.read(LENGTH.size)) == LENGTH.size:
-        (length,) = LENGTH.unpack(header)
-        message = requests.read(length)
-        if len(message) < length:
-            return
-        yield pickle.loads(message)
-
-
 def cpu_s(process: Process) -> float:
     """Processor seconds of a process and its threads; 0 of one that has ended."""
     try:
@@ -85,13 +94,6 @@ def cpu_s(process: Process) -> float:
 def kill_group(process: Process) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-async def end_group_after(process: Process) -> None:
-    """Kills the processes left behind by one that ended: they may keep its output open, which hides its end."""
-    while process.returncode is None:
-        await asyncio.sleep(EXIT_POLL_S)
-    kill_group(process)
 
 
 async def exit_code(process: Process) -> int | str:
