@@ -40,7 +40,6 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.data.prompts import Tokenizer
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.producer.local import LocalProducer as Producer
 from async_rl.publish.publisher import Publisher
 from async_rl.rewards import make_reward
 from async_rl.token_arrays import TokenIds
@@ -49,6 +48,7 @@ from async_rl.weights.sender import WeightSender, WeightSource
 from async_rl.weights.stream import TensorSpec
 from benchmarks.common.hosts import Host, Hosts, environment, why_not
 from benchmarks.common.link import Link, why_no_link
+from benchmarks.common.local_producer import LocalProducer as Producer
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
 from benchmarks.common.running_instance import wait_for_url
 

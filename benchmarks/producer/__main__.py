@@ -44,7 +44,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from async_rl.producer.dock import Docking
-from async_rl.producer.local import LocalProducer as Producer
+from benchmarks.common.local_producer import LocalProducer as Producer
 from benchmarks.producer.beside import OwnBatches, producer_elsewhere
 from benchmarks.producer.drain import drain_elsewhere
 from benchmarks.producer.mock_instance import MAX_CONCURRENCY, Script

@@ -23,11 +23,11 @@ from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.client import RemoteRun
 from async_rl.producer.dock import Docking
-from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
 from async_rl.rollout.group_maker import SingleTurns
 from async_rl.token_arrays import TokenIds
 from async_rl.types import Batch, Prompt
+from benchmarks.common.local_producer import LocalProducer as Producer
 from benchmarks.producer.mock_instance import Script
 
 VERSION = "benchmark-0"

@@ -17,12 +17,12 @@ from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sets import LoadedSet
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
-from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import Reward, make_reward
 from async_rl.rollout.group_maker import SingleTurns
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.seeds import evaluation_seed, group_seed
 from async_rl.types import Batch, Prompt, Scores
+from benchmarks.common.local_producer import LocalProducer as Producer
 from tests.support.groups import make_response
 
 pytestmark = pytest.mark.distributed

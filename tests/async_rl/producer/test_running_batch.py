@@ -18,11 +18,11 @@ from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.client import RemoteRun
 from async_rl.producer.dock import Docking
 from async_rl.producer.frames import error_as_data
-from async_rl.producer.local import LocalProducer as Producer
 from async_rl.producer.running_batch import RunningBatch
 from async_rl.rewards import Reward, make_reward
 from async_rl.rollout.group_maker import SingleTurns
 from async_rl.types import Batch, Group, Prompt, Response, Scores
+from benchmarks.common.local_producer import LocalProducer as Producer
 
 pytestmark = pytest.mark.distributed
 

@@ -17,13 +17,13 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.environments.openenv import open_environment
 from async_rl.event_loop import EventLoopThread
-from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
 from async_rl.rollout.program import ProgramPrompt, RolloutResult
 from async_rl.rollout.program_rollouts import make_program_rollouts
 from async_rl.rollout.rollout_figures import MAX_ENVIRONMENTS
 from async_rl.rollout.session import RolloutSession
 from async_rl.types import Batch, Group, Prompt
+from benchmarks.common.local_producer import LocalProducer as Producer
 from tests.support.scripted_pool import ScriptedPool
 
 WAIT_S = 60.0

@@ -16,12 +16,12 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError, NoInstanceLeft, RolloutFailed, WriteFailed
 from async_rl.event_loop import EventLoopThread
-from async_rl.producer.local import LocalProducer as Producer
 from async_rl.rewards import make_reward
 from async_rl.rollout import program_rollouts
 from async_rl.rollout.program_rollouts import make_program_rollouts
 from async_rl.rollout.worker_programs import WorkerProgram
 from async_rl.types import Batch, Group, Prompt
+from benchmarks.common.local_producer import LocalProducer as Producer
 from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.scripted_pool import ScriptedPool
 
