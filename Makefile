@@ -84,7 +84,7 @@ test-browser: $(READY)
 
 # Losses against TRL's, which `make test` leaves out where this environment is missing.
 test-peers: $(READY) $(PEERS_READY)
-	$(BIN)/python -m pytest tests/benchmarks/test_peers.py -k same_samples $(ARGS)
+	$(BIN)/python -m pytest -m "" tests/benchmarks/test_peers.py -k same_samples $(ARGS)
 
 vllm: $(VLLM_READY)
 
