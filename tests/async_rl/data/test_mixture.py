@@ -191,7 +191,8 @@ def test_a_part_smaller_than_its_share_is_refused(parts: list[dict[str, Any]]) -
 def test_a_part_chooses_its_reward(parts: list[dict[str, Any]], tmp_path: Path) -> None:
     parts[0]["reward"], parts[1]["reward"] = "exact", ["format", "exact"]
     cache = tmp_path / "cache"
-    rewards = {"parts": [{"name": "exact"}, {"name": "regex", "label": "format", "pattern": "5.*", "weight": 0.5}]}
+    pattern = {"name": "regex", "label": "format", "options": {"pattern": "5.*"}, "weight": 0.5}
+    rewards = {"parts": [{"name": "exact"}, pattern]}
     reward = make_reward(RewardSection.model_validate(rewards))
     source = PromptSource.load(section(parts), word_tokenizer(), 0, cache)
     loop = EventLoopThread()

@@ -93,5 +93,7 @@ def test_a_report_that_cannot_be_written_hides_no_error(tmp_path: Path, caplog: 
     report_failure(
         RewardError("it hangs"), {VARIABLE: str(gone / "failure"), TORCHRUN_VARIABLE: str(gone / "torchrun")}
     )
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    # Of this logger: what else runs in this process may log meanwhile.
+    said = [record.levelname for record in caplog.records if record.name == report_failure.__module__]
+    assert said == ["WARNING", "WARNING"]
     assert read_failure(gone / "failure") is None

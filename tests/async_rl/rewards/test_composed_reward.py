@@ -115,7 +115,7 @@ def test_metrics_of_parts_have_their_labels(
         "def score(prompt, responses, row): return [{'score': 0.5, 'length': len(r.text)} for r in responses]"
     )
     mine = {"name": f"python:{tmp_path / 'mine.py'}:score", "label": "mine"}
-    reward = started(parts=[mine, {"name": "regex", "pattern": "x.*"}])
+    reward = started(parts=[mine, {"name": "regex", "options": {"pattern": "x.*"}}])
     scores = loop.run(reward.score(Prompt("0", (1,), {}), text_responses("x", "yy")))
     assert scores.rewards == (1.5, 0.5) and [label for label, _ in scores.parts] == ["mine", "regex"]
     assert scores.metrics == (("mine/length", (1.0, 2.0)),)

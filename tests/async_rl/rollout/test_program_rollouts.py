@@ -206,7 +206,9 @@ def test_the_reward_sees_the_last_turn_and_scores_where_the_program_does_not(rig
 
 def test_a_group_has_the_parts_of_a_reward_that_scored_all_of_it(rig: Rig) -> None:
     mine = {"name": f"python:{rig.directory / 'reward.py'}:score", "label": "mine", "weight": 2.0}
-    own, scored = rig.groups(rig.make(parts=(mine, {"name": "regex", "pattern": ".*"})), [{}, {"silent": True}])
+    own, scored = rig.groups(
+        rig.make(parts=(mine, {"name": "regex", "options": {"pattern": ".*"}})), [{}, {"silent": True}]
+    )
     assert own.reward_parts == () and max(own.rewards) < 100
     parts = dict(scored.reward_parts)
     assert list(parts) == ["mine", "regex"] and parts["regex"] == (1.0,) * 4
