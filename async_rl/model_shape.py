@@ -101,7 +101,7 @@ class ModelShape:
         if family == "qwen3_moe":
             # A checkpoint saved again by transformers 5 has the second name.
             num_experts, top_k = size("num_experts", "num_local_experts"), size("num_experts_per_tok")
-            experts = Experts(num_experts, top_k, size("moe_intermediate_size"), bool(config.get("norm_topk_prob")))
+            experts = Experts(num_experts, top_k, size("moe_intermediate_size"), _flag(named, "norm_topk_prob", config))
         _, rope = _rope(config)
         theta = rope.get("rope_theta", config.get("rope_theta", ROPE_THETA))
         return cls(
@@ -115,8 +115,8 @@ class ModelShape:
             vocab_size=size("vocab_size"),
             norm_eps=_positive(named, "rms_norm_eps", config.get("rms_norm_eps", NORM_EPS)),
             rope_theta=_positive(named, "rope_theta", theta),
-            rope_factor=float(rope["factor"]) if _rope_type(rope) == "llama3" else None,
-            tied=bool(config.get("tie_word_embeddings")),
+            rope_factor=_positive(named, "factor", rope.get("factor")) if _rope_type(rope) == "llama3" else None,
+            tied=_flag(named, "tie_word_embeddings", config),
             experts=experts,
         )
 
@@ -191,6 +191,13 @@ def _positive(named: str, key: str, value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value < LARGEST_NUMBER:
         raise _damaged(named, key, value, "a number above 0")
     return float(value)
+
+
+def _flag(named: str, key: str, config: Mapping[str, Any]) -> bool:
+    value = config.get(key)
+    if value is not None and type(value) is not bool:
+        raise _damaged(named, key, value, "true or false")
+    return bool(value)
 
 
 def _not_held(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

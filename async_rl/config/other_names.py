@@ -104,14 +104,21 @@ _OF_REWARDS = (
     *("score_pattern", "min_score", "max_score", "unreadable_reward"),
 )
 
+_GONE = (
+    *("train.on_nonfinite", "evaluation.max_delay_s", "publish.bucket_bytes", "publish.max_probe_gap"),
+    *("cluster.restart_delay_s", "cluster.instance_cores", "rollout.gateway_port"),
+    *("algorithm.overlong_penalty", "algorithm.kl_clamp"),
+)
+
 EARLIER = _names_of(
     "an earlier async-rl",
     *((f"reward.{name}", (f"reward.options.{name}",), "") for name in _OF_REWARDS),
     ("reward.on_error", ("reward.max_attempts",), "1 where it was fail"),
     ("prompts.column", ("prompts.columns.prompt",), ""),
     ("prompts.num_rows", ("prompts.task_options.size",), ""),
+    *((name, (), "what it was by default holds") for name in _GONE),
 )
-"""Keys that have moved, with their sections."""
+"""Keys that have moved or are gone, with their sections."""
 
 
 def translated(name: str) -> str | None:

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 MASK = "***"
 
 PLACE_OF_TOKEN = r"^(env|file):.+$"
@@ -63,6 +65,9 @@ def masked(name: str, value: Any) -> Any:
     is_no_place = name.endswith("token_from") and not re.match(PLACE_OF_TOKEN, str(value))
     if value and (is_no_place or SECRET_NAME.search(name)):
         return MASK
+    if isinstance(value, BaseModel):
+        # A table of a list, such as one of `[[reward.parts]]`.
+        value = value.model_dump(mode="json", exclude_defaults=True)
     if isinstance(value, Mapping):
         return {key: masked(str(key), inner) for key, inner in value.items()}
     if isinstance(value, str):

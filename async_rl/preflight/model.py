@@ -14,7 +14,7 @@ from async_rl.errors import ConfigError
 from async_rl.model_shape import ModelShape
 from async_rl.net.hub import hub_fault
 from async_rl.preflight.layout import require_layout
-from async_rl.preflight.weight_files import HEAD, require_tied_head, stored_tensors
+from async_rl.preflight.weight_files import HEAD, require_sizes, require_tied_head, stored_tensors
 
 TEACHER = "algorithm.teacher"
 CRITIC = "critic.path"
@@ -225,6 +225,7 @@ def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path
     named, tensors = files.named, stored_tensors(directory)
     if not tensors:
         return
+    require_sizes(named, shape.num_layers, (shape.vocab_size, shape.hidden_size), tensors)
     is_policy = not any(name.startswith(VALUE_HEADS) for name in tensors)
     if HEAD not in tensors and not shape.tied and is_policy:
         raise ConfigError(

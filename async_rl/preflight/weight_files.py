@@ -9,6 +9,7 @@ from typing import Any
 from async_rl.errors import ConfigError
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LAYERS = "model.layers."
 
 MAX_HEADER_BYTES = 100 * 2**20
 """The limit of the format."""
@@ -51,6 +52,29 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
     return tensors
+
+
+def require_sizes(named: str, num_layers: int, embedding: tuple[int, int], tensors: Mapping[str, StoredTensor]) -> None:
+    """Checks that the files have the layers, and the embedding's [V, H], that the model's config.json says.
+
+    Raises:
+        ConfigError: they have others: layers beyond the last one would be left out.
+    """
+    numbers = [name.removeprefix(LAYERS).partition(".")[0] for name in tensors if name.startswith(LAYERS)]
+    stored = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
+    if stored and stored != num_layers:
+        raise _other_sizes(named, f"num_hidden_layers = {num_layers}", f"{stored} layers")
+    table = tensors.get(EMBEDDING)
+    if table is not None and table.shape != embedding:
+        said = f"vocab_size = {embedding[0]} and hidden_size = {embedding[1]}"
+        raise _other_sizes(named, said, f"an embedding of {list(table.shape)}")
+
+
+def _other_sizes(named: str, said: str, stored: str) -> ConfigError:
+    return ConfigError(
+        f"{named} has {said} in its config.json and {stored} in its safetensors files, which do not belong together: "
+        "download it again"
+    )
 
 
 def require_tied_head(named: str, tensors: Mapping[str, StoredTensor]) -> None:

@@ -51,9 +51,16 @@ async def read_frame(reader: asyncio.StreamReader, most_bytes: int | None = None
 
 def error_as_data(error: BaseException) -> list[Any]:
     """Its class, text, attributes and notes, and the traceback as text."""
-    attributes = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float)}
-    notes = list(getattr(error, "__notes__", ()))
-    return [type(error).__name__, str(error), attributes, notes, "".join(traceback.format_exception(error))]
+    found = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float)}
+    attributes = {name: _sendable(value) if isinstance(value, str) else value for name, value in found.items()}
+    notes = [_sendable(note) for note in getattr(error, "__notes__", ())]
+    trace = _sendable("".join(traceback.format_exception(error)))
+    return [type(error).__name__, _sendable(str(error)), attributes, notes, trace]
+
+
+def _sendable(text: str) -> str:
+    """Errors quote what they are about, which may hold lone surrogates."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def error_from_data(

@@ -223,10 +223,15 @@ class _LeaderLink:
                     self._batch.hurry()
 
     async def _send_groups(self, batch: RunningBatch) -> None:
-        async for message, parts in batch.messages(self._replica):
-            _send(self._writer, message, parts)
-            # What the rank does not take waits here as groups.
-            await self._writer.drain()
+        try:
+            async for message, parts in batch.messages(self._replica):
+                _send(self._writer, message, parts)
+                # What the rank does not take waits here as groups.
+                await self._writer.drain()
+        except Exception:
+            # The rank would wait for them, beside signs of life, for good.
+            log.exception("the groups of replica %d cannot be sent: its connection ends", self._replica)
+            self._writer.transport.abort()
 
     async def _leave(self, *, waits: bool) -> None:
         await self._end_batch(waits=waits)

@@ -101,7 +101,8 @@ def as_scores(returned: object, num_responses: int) -> Scores:
     """A reward function's return value: rewards and, where it has a mapping for each response, metrics.
 
     Raises:
-        NotRewards: it is not one finite float, or one mapping with such a `score`, per response.
+        NotRewards: it is not one finite float, or one mapping with such a `score`, per response; or a metric has a
+            name that is none.
     """
     expected = f"expected {num_responses} finite floats of at most {LARGEST_REWARD:g}, one per response"
     # What a mapping iterates over are its keys, and a set has no order.
@@ -129,7 +130,11 @@ def _metrics(values: Sequence[Any]) -> RewardParts:
         for name in values[0]
         if isinstance(name, str) and name != SCORE
     }
-    return tuple((name, each) for name, each in numbers.items() if all(map(is_reward, each)))
+    found = tuple((name, each) for name, each in numbers.items() if all(map(is_reward, each)))
+    for name, _ in found:
+        if not (name and name.isprintable()):
+            raise NotRewards(f"it returned a metric named {name!r:.200}, expected printable characters")
+    return found
 
 
 def as_float(value: Any) -> float:

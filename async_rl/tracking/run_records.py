@@ -220,10 +220,14 @@ def iteration_of(line: bytes) -> int | None:
     return record["iteration"] if record is not None and has_iteration(record) else None
 
 
+MAX_ITERATION = 2**53
+"""Beyond it a number is none in a page, and no run's."""
+
+
 def has_iteration(record: Record) -> bool:
     """Whether the record names its iteration, as all records of a run do."""
     iteration = record.get("iteration")
-    return isinstance(iteration, int) and not isinstance(iteration, bool)
+    return isinstance(iteration, int) and not isinstance(iteration, bool) and 0 <= iteration < MAX_ITERATION
 
 
 def number_of(value: Any) -> float | None:

@@ -124,6 +124,8 @@ def test_a_token_uses_the_experts_it_is_routed_to() -> None:
         ({"vocab_size": 10**30}, "vocab_size = 1000"),
         ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
         ({"rope_theta": "1e4"}, "rope_theta = '1e4'"),
+        *(({"rope_scaling": {**LLAMA3, "factor": bad}}, "factor = ") for bad in (10**400, 0, -3, float("nan"))),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
         ({"rope_theta": float("nan")}, "rope_theta = nan"),
         ({"model_type": "gpt2"}, "model_type 'gpt2', which the trainer does not support: expected one of"),
         ({"model_type": None}, "model_type None"),

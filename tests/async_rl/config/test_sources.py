@@ -6,6 +6,8 @@ import pytest
 
 from async_rl.config.file import load_config
 from async_rl.config.keys import keys_of
+from async_rl.config.prompts_section import MixturePart
+from async_rl.config.reward_section import RewardPart
 from async_rl.config.secrets import MASK, masked, masked_words
 from async_rl.config.sections import Config
 from async_rl.config.sources import lines_of_keys, sourced_values
@@ -117,6 +119,15 @@ def test_every_key_has_a_source(tmp_path: Path) -> None:
 )
 def test_what_looks_like_a_secret_is_masked(name: str, value: object, shown: object) -> None:
     assert masked(name, value) == (value if shown is None else shown)
+
+
+def test_secrets_in_tables_of_a_list_are_masked() -> None:
+    options = {"url": "http://h/?token=HIDDEN", "token_from": "HIDDEN"}
+    part = RewardPart(name="http", options=options)
+    source = MixturePart(name="a", source="https://u:HIDDEN@h/x.jsonl", task_options={"api_key": "HIDDEN"})
+    for name, each in (("reward.parts", part), ("prompts.mixture", source)):
+        shown = repr(masked(name, (each,)))
+        assert "HIDDEN" not in shown and MASK in shown
 
 
 def test_errors_of_a_config_quote_no_secret(tmp_path: Path) -> None:

@@ -19,7 +19,15 @@ from async_rl.producer import connection as connection_module
 from async_rl.producer import server as server_module
 from async_rl.producer.client import Control
 from async_rl.producer.connection import Connection
-from async_rl.producer.frames import LENGTHS, Message, error_as_data, error_from_data, frame
+from async_rl.producer.frames import (
+    LENGTHS,
+    Message,
+    decode_message,
+    encode_message,
+    error_as_data,
+    error_from_data,
+    frame,
+)
 from async_rl.producer.process import ProducerAddress
 from async_rl.producer.server import ControlLink, ProducerServer
 
@@ -112,6 +120,9 @@ def test_errors_keep_their_class_their_attributes_and_their_notes() -> None:
     assert type(copy) is InstanceRefused and str(copy) == "too long" and copy.status == 400
     assert copy.__notes__[0] == "asked for row0" and copy.may_pass is not copy.status
     assert type(error_from_data(error_as_data(WriteFailed("disk")))) is WriteFailed
+    said = decode_message(encode_message({"failed": error_as_data(WriteFailed("of \udc80"))}))
+    odd = error_from_data(said["failed"])
+    assert "of \\udc80" in str(odd)
     try:
         raise KeyError("deep down")
     except KeyError as error:

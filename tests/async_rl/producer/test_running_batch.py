@@ -12,12 +12,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from async_rl.config.pool_section import PoolSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.errors import InstanceRefused, NoInstanceLeft, RewardError, RolloutLost, RunStopped
+from async_rl.errors import InstanceRefused, NoInstanceLeft, ProducerLost, RewardError, RolloutLost, RunStopped
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.client import RemoteRun
 from async_rl.producer.dock import Docking
-from async_rl.producer.frames import error_as_data
+from async_rl.producer.frames import error_as_data, frame
 from async_rl.producer.running_batch import RunningBatch
 from async_rl.rewards import Reward, make_reward
 from async_rl.rollout.group_maker import SingleTurns
@@ -180,6 +180,22 @@ def test_failing_reward_cancels_the_siblings_and_surfaces_at_once(
     instance.rescript(slow_token=None)
     with producer.start(batch(3), "v1") as run:
         assert len(drain(run)) == 3
+
+
+def test_groups_that_cannot_be_sent_end_the_wait_for_them(
+    instances, make_producer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection says signs of life all the time."""
+
+    def broken(message: Any, parts: Any = ()) -> Any:
+        if "groups" in message:
+            raise UnicodeEncodeError("utf-8", "\udc80", 0, 1, "surrogates not allowed")
+        return frame(message, parts)
+
+    monkeypatch.setattr("async_rl.producer.server.frame", broken)
+    with pytest.raises(ProducerLost), make_producer(*instances({})).start(batch(2), "v1") as run:
+        drain(run)
+    assert "the groups of replica 0 cannot be sent" in caplog.text
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -52,6 +52,9 @@ def test_numbers_beside_the_score_of_every_response_are_metrics() -> None:
     assert as_scores([first, 0.5], 2).metrics == ()
     with pytest.raises(ValueError, match=r"it returned \{'acc': 1.0\} among its values, .*'score'"):
         as_scores([first, {"acc": 1.0}], 2)
+    for name in ("", "a\n", "\udc80x"):
+        with pytest.raises(ValueError, match="it returned a metric named"):
+            as_scores([{"score": 1.0, name: 1.0}], 1)
 
 
 @pytest.mark.parametrize("returned", [None, 1.0, "123", b"123", True, type, {0: 0.5, 1: 0.5, 2: 1.0}, {0.0, 0.5, 1.0}])

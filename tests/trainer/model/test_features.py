@@ -185,6 +185,20 @@ def test_a_head_that_would_be_left_out_or_is_missing_is_refused(tmp_path: Path) 
         require_supported(ModelFiles.find(str(own)))
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "stored"), [("num_hidden_layers", -1, "layers"), ("vocab_size", 1, "an embedding of")]
+)
+def test_files_of_other_sizes_than_the_config_says_are_refused(
+    tmp_path: Path, key: str, value: int, stored: str
+) -> None:
+    """Layers beyond the last one would be left out."""
+    path = make_tiny_model(tmp_path, "llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {key: config[key] + value}))
+    with pytest.raises(ConfigError, match=f"{key} = {config[key] + value}.* in its config.json and .*{stored}"):
+        require_supported(ModelFiles.find(str(path)))
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
     path = make_tiny_model(tmp_path, "llama")
     tokenizer = json.loads((path / "tokenizer.json").read_text())
