@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -49,6 +50,7 @@ from async_rl.config.sections import Config
 from async_rl.data.prompts import PromptSource
 from async_rl.group_proof import GroupProof
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.producer.dock import Docking
 from async_rl.producer.process import Given, ProducerAddress
 from async_rl.producer.program import serve
 from async_rl.protocol.inference import SamplingParams
@@ -93,10 +95,15 @@ MODEL_SIZE: dict[str, Any] = {
 
 
 class Pace:
-    """The number of responses the instance gets at once; to be set between iterations."""
+    """The number of responses the instance gets at once, and the mode; to be set between iterations."""
 
     def __init__(self) -> None:
+        self.docking = Docking()
         self.set(MAX_RESPONSES)
+
+    def wait(self, mode: str) -> None:
+        """A run has one mode, which the producer knows when it starts; here the same one takes turns."""
+        object.__setattr__(self.docking, "holds", mode == "synchronous")
 
     def set(self, responses_at_once: int) -> None:
         self.piece = PIECE if responses_at_once < MANY_RESPONSES else RESPONSES_PER_PROMPT
@@ -110,6 +117,9 @@ class PacedProducer:
         self._given = Given(config.model_dump_json(), secrets.token_hex(), lease_name, host)
         self._ports: queue.SimpleQueue[int] = queue.SimpleQueue()
         pool = PacedPool(pace, config.pool)
+        # The producer's own, which it makes in this process.
+        self._docking = patch.object(Docking, "of", lambda config, num_replicas: pace.docking)
+        self._docking.start()
         self._thread = threading.Thread(target=serve, args=(self._given, self._ports.put, pool))
         self._thread.start()
 
@@ -119,6 +129,7 @@ class PacedProducer:
     def end(self, timeout_s: float) -> None:
         """It ends with the main rank's connection."""
         self._thread.join(timeout_s)
+        self._docking.stop()
 
 
 class PacedPool(InferencePool):
@@ -201,9 +212,10 @@ def make_config(directory: Path, url: str, pairs: int, num_prompts: int) -> Conf
     )
 
 
-def run_once(session: Session, config: Config, mode: str, number: int) -> dict[str, Any]:
+def run_once(session: Session, config: Config, pace: Pace, mode: str, number: int) -> dict[str, Any]:
     """One iteration on batch `number`."""
-    return run_iteration(session, config, mode, OneBatch(session.prompts, number))
+    pace.wait(mode)
+    return run_iteration(session, config, OneBatch(session.prompts, number))
 
 
 def balance(record: dict[str, Any]) -> float:
@@ -259,27 +271,28 @@ def measure(pairs: int, num_prompts: int, responses_at_once: int | None, say: Ca
             parallel = init_parallel(choose_device("cpu"), 0, config.trainer)
             pace = Pace()
             with open_session(config, parallel, start=partial(PacedProducer, pace)) as session:
-                run_once(session, config, "periodic", pairs)  # compiles, allocates and connects
+                run_once(session, config, pace, "periodic", pairs)  # compiles, allocates and connects
 
                 def measure_at(responses: int) -> float:
                     pace.set(responses)
-                    return balance(run_once(session, config, "synchronous", pairs))
+                    return balance(run_once(session, config, pace, "synchronous", pairs))
 
                 chosen = responses_at_once or calibrate(measure_at, say)
                 pace.set(chosen)
-                runs = list(run_pairs(session, config, pairs, say))
+                runs = list(run_pairs(session, config, pace, pairs, say))
             parallel.close()
     return {"responses_at_once": chosen, **summarize(runs)}
 
 
 def run_pairs(
-    session: Session, config: Config, pairs: int, say: Callable[[str], None]
+    session: Session, config: Config, pace: Pace, pairs: int, say: Callable[[str], None]
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(synchronous, periodic) records of each batch; which mode comes first alternates."""
     for number in range(pairs):
         modes = ("synchronous", "periodic") if number % 2 == 0 else ("periodic", "synchronous")
-        records = {mode: run_once(session, config, mode, number) for mode in modes}
+        records = {mode: run_once(session, config, pace, mode, number) for mode in modes}
         sync, periodic = records["synchronous"], records["periodic"]
+        assert sync["total_s"] >= sync["rollout_s"] + sync["train_s"], "synchronous training waits for all rollouts"
         say(
             f"pair {number + 1}/{pairs}: synchronous {sync['total_s']:.2f} s "
             f"(rollout {sync['rollout_s']:.2f}, train {sync['train_s']:.2f}, publish {sync['publish_s']:.2f}), "

@@ -10,11 +10,9 @@ from async_rl.loop import PromptBatches, train
 from trainer.session import Session
 
 
-def run_iteration(
-    session: Session, config: Config, mode: str, prompts: PromptBatches, iteration: int = 0
-) -> dict[str, Any]:
+def run_iteration(session: Session, config: Config, prompts: PromptBatches, iteration: int = 0) -> dict[str, Any]:
     """Trains a batch; returns its metrics record with `total_s`, the seconds from publish to step."""
-    section = TrainSection.model_validate({**config.train.model_dump(), "iterations": iteration + 1, "mode": mode})
+    section = TrainSection.model_validate({**config.train.model_dump(), "iterations": iteration + 1})
     started = time.monotonic()
     train(section, session.rank, prompts, session.rollouts, session.ledger, session.recorder, iteration)
     total = time.monotonic() - started

@@ -69,7 +69,7 @@ class Run:
     session: Session
 
     def iterate(self, iteration: int) -> dict[str, Any]:
-        return run_iteration(self.session, self.config, self.variant.mode, self.session.prompts, iteration)
+        return run_iteration(self.session, self.config, self.session.prompts, iteration)
 
     def samples(self) -> list[str]:
         """A digest of the trained tokens of each iteration."""

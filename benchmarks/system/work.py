@@ -76,7 +76,7 @@ def make_config(case: Case, variant: Variant, num_iterations: int, directory: Pa
             "pool": {"instances": [url]},
             "algorithm": {"kl_coef": KL_COEF, "old_policy": variant.old_policy},
             "optimizer": {"learning_rate": LEARNING_RATE},
-            "train": {"iterations": num_iterations},
+            "train": {"iterations": num_iterations, "mode": variant.mode},
             "checkpoint": {"every": 0},
         },
         source="benchmarks.system",
