@@ -19,13 +19,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from async_rl.protocol.fleet import InstanceInfo, read_address
 from tests.support.local_run import End, Run, command_of, gone
 from tests.support.mortal_instance import kill_an_engine, mortal_python
-from tests.support.same_run import ITERATIONS, SETTINGS, assert_same_run
+from tests.support.same_run import SETTINGS, assert_same_run
 from trainer.checkpoint.files import find_damage, read_manifest
 
 # The first test of each run waits for all of it.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
-SETTINGS_OF_BOTH = (*SETTINGS, "--trainer.num_processes=2", "--inference.num_instances=2")
+ITERATIONS = 36
+"""More than the losses take: between them a fast machine trains several."""
+
+SETTINGS_OF_BOTH = (
+    *(*SETTINGS, f"--train.iterations={ITERATIONS}"),
+    *("--trainer.num_processes=2", "--inference.num_instances=2"),
+)
 EVALUATION = """
 [evaluation]
 every = 2
