@@ -8,7 +8,7 @@ clock and the host. Then, in frames of `frames.py`:
     rollouts, a replica  {"start": iteration}, of the first replica with "version", "first_reserve" and "mini_batches":
                             [[[index, prompt id], ...], ...]
                          -> {"groups": headers, "token_bytes"}, then both arrays ... {"complete": number of the
-                            mini-batch} | {"failed": error, "index": of its prompt}
+                            mini-batch} | {"failed": error, "index": of its prompt, or -1}
                          {"begin": [index, ...]}: trains these now, or waits;  {"cancel": [index, ...]}
                          {"leave": waits} -> {"left": iteration}; that of the first replica ends the batch
 """
@@ -39,6 +39,10 @@ ALIVE_S = 1.0
 
 StartBatch = Callable[[int, Message], Awaitable[RunningBatch]]
 """(replica, its message) -> the running batch: the first replica's message starts it, the others wait for that."""
+
+
+NO_PROMPT = -1
+"""In place of the index of a prompt: a failure of the producer itself."""
 
 
 class ProducerServer:
@@ -228,10 +232,12 @@ class _LeaderLink:
                 _send(self._writer, message, parts)
                 # What the rank does not take waits here as groups.
                 await self._writer.drain()
-        except Exception:
-            # The rank would wait for them, beside signs of life, for good.
-            log.exception("the groups of replica %d cannot be sent: its connection ends", self._replica)
-            self._writer.transport.abort()
+        except ConnectionError:
+            return  # The rank is gone, as the reader of its connection learns, too.
+        except Exception as error:
+            # The rank would wait for them, beside signs of life, for good; another producer could not send them either.
+            log.exception("the groups of replica %d cannot be sent", self._replica)
+            _send(self._writer, {"failed": error_as_data(error), "index": NO_PROMPT})
 
     async def _leave(self, *, waits: bool) -> None:
         await self._end_batch(waits=waits)

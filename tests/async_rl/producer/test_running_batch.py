@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from async_rl.config.pool_section import PoolSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.errors import InstanceRefused, NoInstanceLeft, ProducerLost, RewardError, RolloutLost, RunStopped
+from async_rl.errors import InstanceRefused, NoInstanceLeft, ProducerFailed, RewardError, RolloutLost, RunStopped
 from async_rl.event_loop import EventLoopThread
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.client import RemoteRun
@@ -193,7 +193,8 @@ def test_groups_that_cannot_be_sent_end_the_wait_for_them(
         return frame(message, parts)
 
     monkeypatch.setattr("async_rl.producer.server.frame", broken)
-    with pytest.raises(ProducerLost), make_producer(*instances({})).start(batch(2), "v1") as run:
+    run = make_producer(*instances({})).start(batch(2), "v1")
+    with pytest.raises(ProducerFailed, match="surrogates not allowed"), run:
         drain(run)
     assert "the groups of replica 0 cannot be sent" in caplog.text
 
