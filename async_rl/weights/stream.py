@@ -3,8 +3,8 @@
 The trainer's first rank is rank 0 and the only source; every worker of every inference instance is one more rank.
 Tensors are sent in a given order by `torch.distributed` broadcast (gloo, nccl or hccl): large ones alone, directly
 between their own memory, small ones packed into buckets. One message is hashed while another is sent. Before each
-update every receiver announces through the group's store that it accepted the list of tensors; the sender broadcasts
-only then, so a refused list never blocks it in a collective.
+update every receiver announces through the group's store that it accepted the list of tensors, and waits there; the
+sender broadcasts only then, so a refused list blocks nobody in a collective.
 """
 
 import time
@@ -123,6 +123,10 @@ def _presence(rank: int) -> str:
     return f"present/{rank}"
 
 
+ACCEPTANCE_TIMEOUTS = 2
+"""How many timeouts a receiver waits for the others to accept: more than the sender, who knows whom to blame."""
+
+
 class WeightGroup:
     """The process group of one trainer rank (0) and all receiving workers (1 .. world_size - 1).
 
@@ -171,13 +175,15 @@ class WeightGroup:
         return store.check([_presence(rank)])
 
     def announce(self, rank: int) -> None:
-        """Receiver: announces that this rank accepted the next update and is about to receive.
+        """Receiver: announces that this rank accepted the next update; returns when the sender is about to send.
 
         A sender that is gone by then has broken the broadcast, as one that goes later.
         """
         self._num_updates += 1
         try:
             self._store.set(f"update/{self._num_updates}/{rank}", "ready")
+            # Not in the broadcast, whose time would run out here while another member hangs.
+            self._store.wait([self._go()], timedelta(seconds=ACCEPTANCE_TIMEOUTS * self._timeout_s))
         except PublishError as error:
             raise PublishError(f"the weight broadcast broke: {error}") from error
 
@@ -199,6 +205,7 @@ class WeightGroup:
         in_flight: deque[_Message] = deque()
         device = self._collectives.device
         try:
+            self._store.set(self._go(), "go")
             for items in _messages(stream, lambda item: item[0], bucket_bytes):
                 parts = [tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in items]
                 data = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -242,6 +249,9 @@ class WeightGroup:
                 yield from _copy_to_destinations(last, destinations)
         finally:
             self._collectives.let_end(message.work for message in in_flight)
+
+    def _go(self) -> str:
+        return f"update/{self._num_updates}/go"
 
     def _room_for(self, message: Sequence[TensorSpec], destinations: Mapping[str, torch.Tensor]) -> torch.Tensor:
         destination = destinations.get(message[0].name) if len(message) == 1 else None

@@ -117,25 +117,66 @@ def test_every_meeting_has_a_secret_of_its_own_which_no_invitation_shows() -> No
         rendezvous.call_off([1])
 
 
-def test_a_group_is_formed_and_says_whose_workers_have_not_accepted_an_update() -> None:
-    rendezvous, (one, two) = meeting_of(1, 2)
-    guests = [Guest(one), *(Guest(two, place) for place in (0, 1))]
+class Announcement:
+    """A member that accepts an update, in a thread; `error` is why it was not to receive it."""
+
+    def __init__(self, group: WeightGroup, rank: int, after_s: float = 0.0) -> None:
+        self.error: PublishError | None = None
+        self.thread = threading.Timer(after_s, self._announce, [group, rank])
+        self.thread.daemon = True
+        self.thread.start()
+
+    def _announce(self, group: WeightGroup, rank: int) -> None:
+        try:
+            group.announce(rank)
+        except PublishError as error:
+            self.error = error
+
+
+def formed(*sizes: int, timeout_s: float = PATIENCE_S) -> tuple[Rendezvous, list[WeightGroup]]:
+    """A rendezvous that was held, and the groups of all its members."""
+    rendezvous, infos = meeting_of(*sizes, timeout_s=timeout_s)
+    guests = [Guest(info, place) for info, size in zip(infos, sizes, strict=True) for place in range(size)]
     assert rendezvous.wait(PATIENCE_S)
-    assert rendezvous.group is not None and rendezvous.problem is None
     for guest in guests:
         guest.end()
+    return rendezvous, [guest.group for guest in guests if guest.group is not None]
+
+
+def test_a_group_is_formed_and_says_whose_workers_have_not_accepted_an_update() -> None:
+    rendezvous, groups = formed(1, 2)
+    assert rendezvous.group is not None and rendezvous.problem is None
     assert rendezvous.group.wait_accepted(0.0) == [1, 2, 3]
-    groups = [guest.group for guest in guests if guest.group is not None]
-    groups[0].announce(1)
-    groups[1].announce(2)
-    assert rendezvous.group.wait_accepted(0.05) == [3]
-    threading.Timer(0.05, groups[2].announce, [3]).start()
+    members = [Announcement(groups[0], 1), Announcement(groups[1], 2)]
+    assert within(PATIENCE_S, lambda: rendezvous.group is not None and rendezvous.group.wait_accepted(0.05) == [3])
+    members.append(Announcement(groups[2], 3, after_s=0.05))
     begun = time.monotonic()
     assert rendezvous.group.wait_accepted(PATIENCE_S) == [] and time.monotonic() - begun < PATIENCE_S / 2
+    assert all(member.thread.is_alive() for member in members), "nobody receives before the sender sends"
+    rendezvous.group.send([], 1)
+    for member in members:
+        member.thread.join(PATIENCE_S)
+        assert member.error is None and not member.thread.is_alive()
     rendezvous.close()
     rendezvous.close()
     with pytest.raises(PublishError, match="the weight broadcast broke"):
         groups[0].announce(1)
+    for group in groups:
+        group.close()
+
+
+def test_a_member_that_accepted_outwaits_the_sender_who_says_which_one_did_not() -> None:
+    # It failed at the same moment as the sender gave up, and both were taken for broken.
+    timeout_s = 3.0
+    rendezvous, groups = formed(1, 1, timeout_s=timeout_s)
+    assert rendezvous.group is not None
+    member = Announcement(groups[0], 1)
+    assert within(timeout_s, lambda: rendezvous.group is not None and rendezvous.group.wait_accepted(0.0) == [2])
+    assert rendezvous.group.wait_accepted(1.3 * timeout_s) == [2]
+    assert member.thread.is_alive() and member.error is None
+    rendezvous.close()
+    member.thread.join(timeout_s / 2)
+    assert "ended by its host" in str(member.error)
     for group in groups:
         group.close()
 
