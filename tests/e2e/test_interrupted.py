@@ -152,7 +152,9 @@ def lose_the_producer_in_each_phase(run: Run, seen: Disturbed, *, otherwise: boo
     run.wait_for_calls(5)
     time.sleep(0.5)  # The producer has sent them.
     lose(psutil.Process.suspend, lambda: (run.let(6), each(ranks, psutil.Process.resume)), until_call=6 + 1)
-    # In a publish, which waits for instances.
+    # In a publish, which waits for instances. Before, for every response that the batch needs of them: the first call
+    # of the reward may wait while others are generated, and those would wait for good.
+    run.wait_until(lambda: not any(each.num_requests for each in run.members()))
     num_trained, instances = run.num_trained(), run.instances()
     each(instances, psutil.Process.suspend)
     run.let(5 + 6)
