@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.common.hosts import Host, Hosts, environment, why_not
 from tests.support.local_run import Run, command_of, gone
-from tests.support.ray_cluster import FASTER_CHECKS, OBJECT_STORE_BYTES, needs_ray, proven
+from tests.support.ray_cluster import OBJECT_STORE_BYTES, SETTINGS, needs_ray, proven
 
 pytestmark = [pytest.mark.distributed, needs_ray, pytest.mark.timeout(900)]
 
@@ -27,7 +27,7 @@ ITERATIONS = 40
 NUM_RESPONSES = 24
 FINISH_S = 500.0
 SECRET = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ray-" + "7" * 40, "ASYNC_RL_TOKEN": "between hosts"}
-TUNED = {f"RAY_{name}": str(value) for name, value in FASTER_CHECKS.items()}
+TUNED = {f"RAY_{name}": str(value) for name, value in SETTINGS.items()}
 
 
 @pytest.fixture
