@@ -4,6 +4,8 @@ import os
 import sys
 
 from async_rl import __version__
+from async_rl.errors import ConfigError
+from async_rl.programs.parts import PARTS, require_part
 
 PROGRAMS = {
     "quickstart": ("deploy.quickstart", "a small model learns on this machine, both pools included"),
@@ -39,6 +41,14 @@ def main() -> None:
         print(__version__)
     elif command in PROGRAMS:
         module, _ = PROGRAMS[command]
+        try:
+            for part in (part for part, package in PARTS.items() if module.startswith(package)):
+                require_part(part)
+        except ConfigError as error:
+            from async_rl.programs.command_line import USAGE_ERROR
+
+            print(f"async-rl {command}: {error}", file=sys.stderr)
+            sys.exit(USAGE_ERROR)
         # For this program and all that it starts: files and folders of the working directory, such as random.py or
         # trainer/, must not replace modules of the same name.
         os.environ["PYTHONSAFEPATH"] = "1"

@@ -244,4 +244,4 @@ class RestartsExhausted(AsyncRLError):
 
 
 class NotPlaced(AsyncRLError):
-    """A cluster found no room for tasks of the run within `cluster.placement_timeout_s`."""
+    """A cluster found no room for tasks of the run in time."""

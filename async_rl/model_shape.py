@@ -87,7 +87,7 @@ class ModelShape:
         def size(*keys: str, default: int | None = None) -> int:
             value = next((config[key] for key in keys if config.get(key) is not None), default)
             if type(value) is not int or not 0 < value < LARGEST_SIZE:
-                raise _damaged(named, keys[0], value, "a number from 1")
+                raise damaged(named, keys[0], value, "a number from 1")
             return value
 
         hidden, heads = size("hidden_size"), size("num_attention_heads")
@@ -101,6 +101,8 @@ class ModelShape:
         if family == "qwen3_moe":
             # A checkpoint saved again by transformers 5 has the second name.
             num_experts, top_k = size("num_experts", "num_local_experts"), size("num_experts_per_tok")
+            if top_k > num_experts:
+                raise damaged(named, "num_experts_per_tok", top_k, f"at most its {num_experts} experts")
             experts = Experts(num_experts, top_k, size("moe_intermediate_size"), _flag(named, "norm_topk_prob", config))
         _, rope = _rope(config)
         theta = rope.get("rope_theta", config.get("rope_theta", ROPE_THETA))
@@ -183,20 +185,20 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
-def _damaged(named: str, key: str, value: object, expected: str) -> ConfigError:
+def damaged(named: str, key: str, value: object, expected: str) -> ConfigError:
     return ConfigError(f"{named} has {key} = {value!r} in its config.json: expected {expected}; download it again")
 
 
 def _positive(named: str, key: str, value: Any) -> float:
     if type(value) not in (int, float) or not 0 < value < LARGEST_NUMBER:
-        raise _damaged(named, key, value, "a number above 0")
+        raise damaged(named, key, value, "a number above 0")
     return float(value)
 
 
 def _flag(named: str, key: str, config: Mapping[str, Any]) -> bool:
     value = config.get(key)
     if value is not None and type(value) is not bool:
-        raise _damaged(named, key, value, "true or false")
+        raise damaged(named, key, value, "true or false")
     return bool(value)
 
 

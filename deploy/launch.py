@@ -5,14 +5,16 @@ import sys
 from collections.abc import Sequence
 
 from async_rl.config.keys import nearest
+from async_rl.errors import ConfigError
 from async_rl.programs.command_line import USAGE_ERROR
+from async_rl.programs.parts import PARTS, require_part
 
 ENGINES = {
     "ray": "as actors of a Ray cluster",
     "slurm": "as Slurm jobs",
     "kubernetes": "as a release of the Helm chart",
 }
-"""What `async-rl launch` starts a run on; its module is `deploy.ENGINE`."""
+"""What `async-rl launch` starts a run on; each is an optional part."""
 
 USAGE = (
     "usage: async-rl launch ENGINE CONFIG [--dry-run] [--section.key VALUE ...]\n\n"
@@ -30,7 +32,12 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     if engine in ENGINES:
-        os.execv(sys.executable, [sys.executable, "-m", f"deploy.{engine}", *arguments])
+        try:
+            require_part(engine)
+        except ConfigError as error:
+            print(f"async-rl launch: {error}", file=sys.stderr)
+            return USAGE_ERROR
+        os.execv(sys.executable, [sys.executable, "-m", PARTS[engine], *arguments])
     near = nearest(engine, ENGINES)
     meant = f"did you mean {near!r}? " if near else ""
     print(

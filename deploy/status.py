@@ -19,6 +19,7 @@ from async_rl.locks.lease import Term, read_term
 from async_rl.locks.process_identity import has_died
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.programs.error_text import error_text
+from async_rl.programs.parts import has_part, load_part
 from async_rl.protocol.fleet import FleetInfo
 from async_rl.tracking.run_records import RunRecords
 from deploy.cluster.fleet import read_fleet
@@ -26,9 +27,6 @@ from deploy.cluster.kept_process import ENDED
 from deploy.cluster.restarts import num_trained
 from deploy.cluster.run_view import printable
 from deploy.cluster.tasks import LAUNCH_FILE, LEFT, Launch, Task, read_launch
-from deploy.slurm.commands import SlurmFailed
-from deploy.slurm.files import read_token
-from deploy.slurm.queue import with_queue
 
 PIPE_WIDTH = 240
 """Columns of the tables if the output is not a terminal."""
@@ -76,7 +74,7 @@ def read_status(run_dir: Path, token: str | None) -> Status:
         trained_s=metrics.path.stat().st_mtime if last else None,
         tasks=_tasks_now(launch),
         lease=read_term(run_dir),
-        fleet=read_fleet(run_dir, token or read_token(run_dir)),
+        fleet=read_fleet(run_dir, token or _token_of(launch, run_dir)),
     )
 
 
@@ -87,10 +85,19 @@ def _tasks_now(launch: Launch) -> tuple[Task, ...]:
     if launch.engine != "slurm":
         return launch.tasks
     try:
-        return with_queue(launch.tasks)
-    except SlurmFailed as error:
+        tasks: tuple[Task, ...] = load_part("slurm", "queue").with_queue(launch.tasks)
+        return tasks
+    except AsyncRLError as error:
         print(f"async-rl status: Slurm does not tell the states of its jobs: {error}", file=sys.stderr)
         return launch.tasks
+
+
+def _token_of(launch: Launch, run_dir: Path) -> str | None:
+    """The one that the run's launcher has left for this user."""
+    if launch.engine != "slurm" or not has_part("slurm"):
+        return None
+    token: str | None = load_part("slurm", "files").read_token(run_dir)
+    return token
 
 
 def find_run() -> Path:

@@ -55,7 +55,8 @@ def main(arguments: list[str], work: Work | None = None) -> int:
         require_extras("the trainer", "trainer", *config.tracking.extras)
         # `async-rl run` has already checked; of the ranks that a user's torchrun started, one check is enough.
         if VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":
-            require_sound(config, trains=True, serves=False)
+            num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+            require_sound(config, trains=True, serves=False, num_ranks=num_ranks)
         (work or run)(config, stop)
     except RunStopped as error:
         report_failure(error, os.environ)

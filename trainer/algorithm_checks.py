@@ -10,10 +10,8 @@ import torch
 
 from async_rl.algorithms import Algorithm, LossSum, Needs
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.config.critic_section import NO_CRITIC, CriticSection
 from async_rl.config.train_section import TrainSection
-from async_rl.errors import ConfigError, RewardError
-from async_rl.rewards.base import LARGEST_REWARD, is_reward
+from async_rl.errors import ConfigError
 from async_rl.types import Group
 from trainer.batching.group_slice import num_rows
 
@@ -21,7 +19,7 @@ ENTROPY = "entropy"
 """The metric that is recorded with every algorithm."""
 
 
-def require_possible(needs: Needs, config: AlgorithmSection, train: TrainSection, critic: CriticSection) -> None:
+def require_possible(needs: Needs, config: AlgorithmSection, train: TrainSection) -> None:
     """Checks that the config provides what an algorithm needs; of the built-in ones the config has been checked.
 
     Raises:
@@ -46,8 +44,6 @@ def require_possible(needs: Needs, config: AlgorithmSection, train: TrainSection
         raise ConfigError(
             f"algorithm.name = {config.name!r} needs a teacher, but algorithm.teacher is not set: name its checkpoint"
         )
-    if critic != NO_CRITIC and not needs.values:
-        raise ConfigError(f"algorithm.name = {config.name!r} needs no critic's values, but [critic] is set: remove it")
 
 
 def require_of_rollouts(algorithm: Algorithm, method: str, returned: torch.Tensor, group: Group) -> torch.Tensor:
@@ -125,17 +121,3 @@ def require_known_tokens(group: Group, vocab_size: int) -> None:
             f"group {group.index} (prompt {group.prompt.prompt_id!r}) has token id {highest}, but the model's "
             f"vocabulary ends at {vocab_size - 1}: prompts and instances must use its tokenizer"
         )
-
-
-def require_finite_rewards(group: Group) -> None:
-    """A reward that is not finite would make the gradient of the whole batch unusable, without showing its source.
-
-    Raises:
-        RewardError: a reward is not finite.
-    """
-    for reward in group.rewards:
-        if not is_reward(reward):
-            raise RewardError(
-                f"group {group.index} (prompt {group.prompt.prompt_id!r}) has the reward {reward}: expected a finite "
-                f"number of at most {LARGEST_REWARD:g}; correct the reward function"
-            )

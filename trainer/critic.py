@@ -17,12 +17,9 @@ from megatron.core.distributed import finalize_model_grads
 from async_rl.algorithms import Responses
 from async_rl.algorithms.gae import AdvantageEstimation
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.config.critic_section import CriticSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.errors import ConfigError
-from async_rl.model_shape import ModelShape
-from async_rl.preflight.model import find_checkpoint, read_shape
+from async_rl.preflight.model import CRITIC, find_checkpoint, read_shape
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_host
 from trainer.forward_backward import Pass
@@ -50,30 +47,24 @@ class Critic:
 
     def __init__(
         self,
-        section: CriticSection,
         algorithm: AlgorithmSection,
         optimizer: OptimizerSection,
         train: TrainSection,
         policy_checkpoint: Path,
-        policy_shape: ModelShape,
         dtype: torch.dtype,
         parallel: Parallel,
         trainer: TrainerSection,
     ) -> None:
-        """Loads the model named by `critic.path`, or the policy's; its head is 0 unless the checkpoint has one.
+        """Loads the model named by `critic_path`, or the policy's; its head is 0 unless the checkpoint has one.
 
         Several steps per batch need `old`, a second model.
 
         Raises:
-            ConfigError: there is no such checkpoint, its vocabulary is another one, or the layout does not divide it.
+            ConfigError: there is no such checkpoint.
         """
-        checkpoint = policy_checkpoint if section.path is None else find_checkpoint(section.path)
-        shape = read_shape(checkpoint, "critic.path").as_critic()
-        if shape.vocab_size != policy_shape.vocab_size:
-            raise ConfigError(
-                f"critic.path {section.path!r} has a vocabulary of {shape.vocab_size} tokens, the policy one of "
-                f"{policy_shape.vocab_size}: a critic reads the policy's tokens, so it must use the same tokenizer"
-            )
+        options = algorithm.critic
+        checkpoint = policy_checkpoint if options.critic_path is None else find_checkpoint(options.critic_path)
+        shape = read_shape(checkpoint, CRITIC).as_critic()
         model = build_model(shape, dtype, parallel, trainer, ValueGPT)
         load_hf_weights(model, checkpoint)
         self.old: FrozenModel | None = None
@@ -82,9 +73,9 @@ class Critic:
             frozen.load_state_dict(model.state_dict())
             self.old = FrozenModel(frozen, trainer.frozen_weights, parallel.device.DEVICE)
         self.model = with_gradient_sums(model, parallel, trainer)
-        own = optimizer.model_copy(update={"learning_rate": section.learning_rate})
-        self.optimizer = PolicyOptimizer(own, train, self.model, trainer.shares_optimizer(parallel.num_replicas))
-        self._estimation = AdvantageEstimation(section, algorithm)
+        own = optimizer.model_copy(update={"learning_rate": options.critic_learning_rate})
+        self.optimizer = PolicyOptimizer(own, train, self.model, parallel.num_replicas > 1)
+        self._estimation = AdvantageEstimation(algorithm)
         self._terms: list[torch.Tensor] = []
 
     @property

@@ -18,7 +18,7 @@ from async_rl.data.prompts import PromptSource
 from async_rl.errors import RunDirInUse
 from async_rl.files import write_file
 from async_rl.ledger import Ledger
-from async_rl.locks.lease import Lease, take_lease
+from async_rl.locks.lease import TTL_S, Lease, take_lease
 from async_rl.locks.run_lock import lock_run, make_run_dir, may_be_replaced
 from async_rl.loop import Rollouts
 from async_rl.producer.client import Control, RemoteRecorder, RemoteRollouts
@@ -95,10 +95,9 @@ def open_session(
         NoInstanceLeft: no instance became healthy within `pool.timeout_s`.
         RunDirInUse: another trainer uses the run's directory.
     """
-    config.require_prompts_for(parallel.num_ranks)
     ending = ending or Ending(parallel, StopSignal(), config.checkpoint.grace_s)
     with ExitStack() as closing:
-        lease = closing.enter_context(_claim(config.run, config.cluster.lease_s)) if parallel.is_main else None
+        lease = closing.enter_context(_claim(config.run)) if parallel.is_main else None
         require_lease = lease.require if lease is not None else _do_nothing
         lost_after_s = config.trainer.lost_after_s
         producer = control = mine = None
@@ -216,7 +215,7 @@ def make_ledger(config: Config, parallel: Parallel, require_lease: Callable[[], 
 
 
 @contextmanager
-def _claim(run: RunSection, lease_s: float) -> Iterator[Lease]:
+def _claim(run: RunSection) -> Iterator[Lease]:
     """Creates a run's directory and holds the lease on it; refuses a directory that another run uses, and one with
     records of another run, unless this run resumes it.
 
@@ -229,7 +228,7 @@ def _claim(run: RunSection, lease_s: float) -> Iterator[Lease]:
         except RunDirInUse:
             if not may_be_replaced(run.dir):
                 raise
-        lease = take_lease(run.dir, lease_s)
+        lease = take_lease(run.dir, TTL_S)
         closing.callback(lease.release)
         lease.keep(end_now)
         if not run.resume:

@@ -20,7 +20,6 @@ from megatron.core.distributed import finalize_model_grads
 from async_rl.algorithms import Rollouts, Totals, make_algorithm
 from async_rl.algorithms.base import added
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.config.critic_section import NO_CRITIC, CriticSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import Config, ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
@@ -36,7 +35,6 @@ from async_rl.training_order import TrainingOrder
 from async_rl.types import UNPROVEN, Group, Prompt, Response
 from trainer.algorithm_checks import (
     require_denominator,
-    require_finite_rewards,
     require_known_tokens,
     require_one_micro_batch,
     require_possible,
@@ -73,12 +71,11 @@ class MegatronTrainer:
         algorithm: AlgorithmSection,
         optimizer: OptimizerSection,
         train: TrainSection,
-        critic: CriticSection = NO_CRITIC,
     ) -> None:
         """Loads the model named by `model.path`, and the critic where the algorithm needs one.
 
         Raises:
-            ConfigError: there is no such checkpoint, the trainer does not support it, or the layout does not divide it.
+            ConfigError: there is no such checkpoint, or the trainer does not support it.
         """
         self._parallel = parallel
         self._section = section
@@ -88,7 +85,7 @@ class MegatronTrainer:
         self._shape = read_shape(self.checkpoint)
         self._dtype: torch.dtype = getattr(torch, model.dtype)
         self._algorithm = make_algorithm(algorithm, rollout.max_response_tokens)
-        require_possible(self._algorithm.needs, algorithm, train, critic)
+        require_possible(self._algorithm.needs, algorithm, train)
         self._config = algorithm
         self.models = load_tri_model(
             self.checkpoint,
@@ -100,13 +97,12 @@ class MegatronTrainer:
             needs_reference=self._algorithm.needs.reference,
             teacher=algorithm.teacher if self._algorithm.needs.teacher else None,
         )
-        shares_optimizer = section.shares_optimizer(parallel.num_replicas)
-        num_held = critic.iterations_alone if self._algorithm.needs.values else 0
-        self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, shares_optimizer, num_held)
+        num_held = algorithm.critic.critic_iterations_alone if self._algorithm.needs.values else 0
+        self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, parallel.num_replicas > 1, num_held)
         self.critic: Critic | None = None
         if self._algorithm.needs.values:
-            source = (self.checkpoint, self._shape, self._dtype, parallel, section)
-            self.critic = Critic(critic, algorithm, optimizer, train, *source)
+            source = (self.checkpoint, self._dtype, parallel, section)
+            self.critic = Critic(algorithm, optimizer, train, *source)
         # The sizes of a teacher and a critic are their own.
         is_alone = self.critic is None and self.models.teacher is None
         self.training_pool = TrainingPool(
@@ -127,7 +123,7 @@ class MegatronTrainer:
     def of(cls, config: Config, parallel: Parallel) -> "MegatronTrainer":
         """The trainer of a run; raises what the constructor does."""
         sections = (config.trainer, config.model, config.rollout, config.algorithm, config.optimizer, config.train)
-        return cls(parallel, *sections, config.critic)
+        return cls(parallel, *sections)
 
     def windows(
         self, order: TrainingOrder, together: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -148,14 +144,12 @@ class MegatronTrainer:
 
         Raises:
             ConfigError: a token id is outside the model's vocabulary, or a group is too long for the algorithm.
-            RewardError: a reward is not finite.
         """
         groups = [group for micro_batch in window for group in micro_batch]
         for group in groups:
             require_known_tokens(group, self._shape.vocab_size)
             if self._algorithm.needs.whole_groups:
                 require_one_micro_batch(group, self._section.micro_batch_tokens, self._config.name)
-            require_finite_rewards(group)
         for frozen in self._frozen:
             frozen.prefetch()
         with_gradient, without = self._by_gradient(window)
@@ -316,8 +310,6 @@ class MegatronTrainer:
         """A mini-batch's windows, of which the totals over all replicas are known from now on."""
         sums = []
         for group in (group for window in windows for groups in window for group in groups):
-            # On all ranks of the replica, so that all of them fail.
-            require_finite_rewards(group)
             sums.append(self._algorithm.sums(Rollouts.of(group)))
         with together():
             of_ranks = self._parallel.gather_json(added(sums) if self._reports else {})

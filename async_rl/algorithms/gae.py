@@ -23,14 +23,13 @@ import torch
 from async_rl.algorithms.base import Responses
 from async_rl.algorithms.log_ratio import kl_terms
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.config.critic_section import CriticSection
 
 
 class AdvantageEstimation:
     """GAE and value loss under the settings of a run."""
 
-    def __init__(self, critic: CriticSection, algorithm: AlgorithmSection) -> None:
-        self._critic = critic
+    def __init__(self, algorithm: AlgorithmSection) -> None:
+        self._critic = algorithm.critic
         self._algorithm = algorithm
 
     def rewards(

@@ -29,7 +29,6 @@ import torch
 from async_rl.algorithms.base import LossSum, Needs, Responses, Rollouts, Tokens, Totals
 from async_rl.algorithms.importance import ImportanceWeights
 from async_rl.algorithms.log_ratio import exp, kl_terms
-from async_rl.config.algorithm_options import refuse_unused
 from async_rl.config.algorithm_section import AlgorithmSection, Normalize
 from async_rl.config.section import NoOptions, Section, read_options
 
@@ -53,7 +52,7 @@ class PolicyGradient:
         Raises:
             ConfigError: `algorithm.options` are not those of the algorithm, or a setting has no effect on it.
         """
-        refuse_unused(config, self.UNUSED)
+        config.refuse_unused(self.UNUSED)
         self.config = config
         self.max_response_tokens = max_response_tokens
         self.options = read_options("algorithm", config.name, config.options, self.Options)
@@ -65,7 +64,7 @@ class PolicyGradient:
         self.importance = (
             None
             if config.importance == "none"
-            else ImportanceWeights(config.importance, config.importance_low, config.importance_high)
+            else ImportanceWeights(config.importance, 1 / config.importance_high, config.importance_high)
         )
 
     @property

@@ -2,7 +2,7 @@
 
     s(r, A) = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-with advantages of tokens that a critic's values give (`gae.py`, the `[critic]` section). The critic trains on each
+with advantages of tokens that a critic's values give (`gae.py`). The critic trains on each
 micro-batch right before the policy does. With one step per batch its values, detached, are the old ones too, as the
 policy's log-probs are with `old_policy = "reuse"`; with several, the old values are those of a model with the critic's
 weights at the batch's start. Departures: advantages are not whitened over the batch, which cannot be streamed; the
@@ -15,11 +15,12 @@ import torch
 
 from async_rl.algorithms.base import Needs, Rollouts, Totals
 from async_rl.algorithms.policy_gradient import PolicyGradient
-from async_rl.config.algorithm_traits import TRAITS
+from async_rl.config.algorithm_traits import TRAITS, CriticOptions
 
 
 class PPO(PolicyGradient):
     SCALES_BY_STD = False
+    Options = CriticOptions
     UNUSED = TRAITS["ppo"].unused
 
     @property

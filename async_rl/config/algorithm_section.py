@@ -4,8 +4,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from async_rl.config.algorithm_traits import TRAITS, Traits
-from async_rl.config.section import Section
+from async_rl.config.algorithm_traits import TRAITS, CriticOptions, Traits
+from async_rl.config.section import Section, read_options
+from async_rl.errors import ConfigError
 
 Normalize = Literal["token", "sequence", "constant"]
 
@@ -55,8 +56,9 @@ class AlgorithmSection(Section):
         description="weigh tokens by their probability in the trainer over that at the instance, at most "
         "importance_high, or leave out those with a weight outside the limits",
     )
-    importance_low: float = Field(0.5, ge=0.0, lt=1.0, description="least weight that a mask leaves in")
-    importance_high: float = Field(2.0, gt=1.0, description="largest weight")
+    importance_high: float = Field(
+        2.0, gt=1.0, description="largest weight; the least that a mask leaves in is 1 / importance_high"
+    )
     teacher: str | None = Field(
         None, description="checkpoint of a model with the same tokenizer, whose log-probs are rewards of tokens"
     )
@@ -73,6 +75,19 @@ class AlgorithmSection(Section):
         return TRAITS.get(self.name, Traits())
 
     @property
+    def critic(self) -> CriticOptions:
+        """Of an algorithm with a critic; of a user's own class, of which only the trainer knows whether it has one,
+        those options that are called as a critic's.
+
+        Raises:
+            ConfigError: a value does not fit.
+        """
+        if not self.is_own and not self.traits.values:
+            return CriticOptions()
+        options = {key: value for key, value in self.options.items() if key in CriticOptions.model_fields}
+        return read_options("algorithm", self.name, options, CriticOptions)
+
+    @property
     def waits_for_batch(self) -> bool:
         """Whether a built-in algorithm needs a batch's totals before the first advantage (`Needs.totals`)."""
         is_scaled = self.traits.scaled_by_batch if self.scale_by_std is None else self.scale_by_std == "batch"
@@ -86,6 +101,22 @@ class AlgorithmSection(Section):
             raise ValueError(
                 f"algorithm.name is {self.name!r}: expected one of {BUILT_IN}, or python:path/to/file.py:Class"
             )
+        return self
+
+    def refuse_unused(self, unused: tuple[str, ...]) -> None:
+        """
+        Raises:
+            ConfigError: a setting that has no effect is not its default.
+        """
+        fields = type(self).model_fields
+        if changed := [f"algorithm.{key}" for key in unused if getattr(self, key) != fields[key].default]:
+            raise ConfigError(f"algorithm.name = {self.name!r} does not use {', '.join(changed)}: remove them")
+
+    @model_validator(mode="after")
+    def _built_in_ones_use_what_is_set(self) -> "AlgorithmSection":
+        if not self.is_own:
+            self.refuse_unused(self.traits.unused)
+            read_options("algorithm", self.name, self.options, self.traits.options)
         return self
 
     @model_validator(mode="after")

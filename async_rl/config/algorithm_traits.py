@@ -12,6 +12,30 @@ from pydantic import Field
 from async_rl.config.section import NoOptions, Section
 
 
+class CriticOptions(Section):
+    """Of the model that estimates values; AdamW's other settings, warm-up, decay and clipping are the policy's."""
+
+    critic_learning_rate: float = Field(1e-5, gt=0, description="at its peak")
+    critic_path: str | None = Field(
+        None,
+        description="checkpoint that the critic begins with, of a model with the same tokenizer, or of a reward model "
+        "with one label; by default model.path",
+    )
+    critic_iterations_alone: int = Field(
+        0, ge=0, description="first iterations, in which the critic learns and the policy's weights stay as they are"
+    )
+    gamma: float = Field(1.0, gt=0.0, le=1.0, description="discount of a reward per sampled token that lies before it")
+    gae_lambda: float = Field(
+        1.0, ge=0.0, le=1.0, description="of generalized advantage estimation: 1 trusts rewards only, 0 the next value"
+    )
+    value_clip: float = Field(
+        0.2,
+        ge=0.0,
+        description="values count in their loss from the old value less this to the old value plus this; 0 for no "
+        "limit. It cannot bind at the first step of a batch",
+    )
+
+
 class DPPOOptions(Section):
     delta: float = Field(0.2, gt=0, le=1)
 
@@ -71,10 +95,10 @@ TRAITS: Mapping[str, Traits] = {
         whole_groups=True,
         unused=(
             *("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "teacher", "teacher_coef"),
-            *("importance", "importance_low", "importance_high"),
+            *("importance", "importance_high"),
             *("normalize", "scale_by_std", "clip_low", "clip_high"),
         ),
     ),
     "distillation": Traits(single_rollouts=True, unused=("scale_by_std", "overlong_tokens", "kl_in")),
-    "ppo": Traits(values=True, single_rollouts=True, unused=("scale_by_std",)),
+    "ppo": Traits(options=CriticOptions, values=True, single_rollouts=True, unused=("scale_by_std",)),
 }

@@ -38,34 +38,11 @@ class ClusterSection(Section):
         "inference.num_instances, which is the least",
     )
     python: str | None = Field(None, description="the interpreter on the hosts; by default the launcher's own")
-    training_cores: int | None = Field(
-        None, ge=1, description="CPU cores of a training node; by default one a rank and one more"
-    )
     env: dict[VariableName, VariableValue] = Field(
         default_factory=dict, description="environment of all tasks; never put secrets here"
     )
-    master_port: int = Field(29500, ge=1, le=65535, description="where the training nodes meet, on the first of them")
     max_restarts: int = Field(
         3, ge=0, description="restarts of the trainer, and of each instance, without progress in between"
-    )
-    placement_timeout_s: float = Field(
-        180.0, gt=0, description="ray: how long the training nodes and the first instances may wait for room"
-    )
-    scale_up_after_s: float = Field(
-        30.0, gt=0, description="ray: more instances must be desired for so long before any is started"
-    )
-    scale_down_after_s: float = Field(
-        300.0, gt=0, description="ray: fewer instances must be desired for so long before any is drained"
-    )
-    patience_s: float = Field(
-        1800.0,
-        gt=0,
-        description="how long an instance waits for a trainer before it ends; on Kubernetes it does not end",
-    )
-    lease_s: float = Field(
-        20.0,
-        gt=0,
-        description="a trainer that has shown no sign of life in run.dir for so long may be replaced by another one",
     )
     slurm_options: tuple[SlurmOption, ...] = Field(
         (), description="further sbatch options of all jobs, such as `--partition=gpu` and `--time=12:00:00`"

@@ -47,7 +47,8 @@ TRL = _names_of(
     ),
     ("warmup_steps", ("optimizer.warmup_iterations",), ""),
     ("adam_beta2", ("optimizer.beta2",), ""),
-    ("adam_epsilon", ("optimizer.eps",), ""),
+    ("adam_beta1", (), "it is always 0.9"),
+    ("adam_epsilon", (), "it is always 1e-8"),
     ("max_grad_norm", ("optimizer.clip_grad_norm",), ""),
     ("bf16", ("model.dtype",), ""),
     ("fp16", ("model.dtype",), "bfloat16 or float32"),
@@ -104,10 +105,20 @@ _OF_REWARDS = (
     *("score_pattern", "min_score", "max_score", "unreadable_reward"),
 )
 
+_OF_CRITICS = ("learning_rate", "path", "iterations_alone")
+
 _GONE = (
     *("train.on_nonfinite", "evaluation.max_delay_s", "publish.bucket_bytes", "publish.max_probe_gap"),
     *("cluster.restart_delay_s", "cluster.instance_cores", "rollout.gateway_port"),
     *("algorithm.overlong_penalty", "algorithm.kl_clamp"),
+    *("optimizer.beta1", "optimizer.eps", "trainer.distributed_optimizer"),
+    *(
+        "cluster.training_cores",
+        "cluster.placement_timeout_s",
+        "cluster.scale_up_after_s",
+        "cluster.scale_down_after_s",
+    ),
+    *("cluster.patience_s", "cluster.lease_s"),
 )
 
 EARLIER = _names_of(
@@ -116,6 +127,12 @@ EARLIER = _names_of(
     ("reward.on_error", ("reward.max_attempts",), "1 where it was fail"),
     ("prompts.column", ("prompts.columns.prompt",), ""),
     ("prompts.num_rows", ("prompts.task_options.size",), ""),
+    ("critic", ("algorithm.options",), f"{', '.join(_OF_CRITICS)} as critic_{_OF_CRITICS[0]} and so on"),
+    ("algorithm.importance_low", ("algorithm.importance_high",), "1 divided by it"),
+    ("pool.join", ("publish.snapshot_dir",), "instances join at once where it is set"),
+    ("publish.probe_tokens", ("publish.canary",), "off where it was 0"),
+    ("tracking.name", ("run.dir",), "its last part"),
+    ("cluster.master_port", ("pool.fleet_port",), "the next one, or 29500 without it"),
     *((name, (), "what it was by default holds") for name in _GONE),
 )
 """Keys that have moved or are gone, with their sections."""

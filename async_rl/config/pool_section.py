@@ -15,9 +15,6 @@ class PoolSection(Section):
     )
     fleet_host: str = Field("127.0.0.1", description="where the fleet endpoint listens")
     fleet_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one (see run.dir/fleet.json)")
-    join: Literal["now", "publish"] = Field(
-        "publish", description="a new instance serves from the next publish on, or at once, from the weight snapshot"
-    )
     timeout_s: float = Field(120.0, gt=0, description="how long the run waits for an instance before it fails")
     request_timeout_s: float = Field(
         600.0,
@@ -44,15 +41,15 @@ class PublishSection(Section):
         "broadcast", description="a torch.distributed broadcast, or a file that the instances read"
     )
     snapshot_dir: Path | None = Field(
-        None, description="where weights are written as safetensors, in shared memory or on a shared file system"
-    )
-    probe_tokens: int = Field(
-        8, ge=0, description="sampled tokens of a vLLM instance that the trainer compares after a publish; 0 for none"
+        None,
+        description="where weights are written as safetensors, in shared memory or on a shared file system; a new "
+        "instance then serves at once, and not from the next publish on",
     )
     canary: Literal["first", "always", "off"] = Field(
         "first",
         description="show with changed weights that every class of tensors reaches what an engine computes with: "
-        "before an engine of its kind first serves in a run, before every batch, or never (see proof.md)",
+        "before an engine of its kind first serves in a run, before every batch, or never, which leaves out "
+        "vLLM's probe after a publish, too (see proof.md)",
     )
 
     @model_validator(mode="after")

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from async_rl.config.secrets import PLACE_OF_TOKEN
-from async_rl.config.section import Options, Section, read_options
+from async_rl.config.section import NoOptions, Options, Section, read_options
+from async_rl.errors import ConfigError
 
 
 class CodeOptions(Section):
@@ -98,6 +99,10 @@ OPTIONS: Mapping[str | None, type[Section]] = {
 """By the reward's name; those of the others are `NoOptions`."""
 
 
+def _require_options(name: str | None, options: Mapping[str, Any]) -> None:
+    read_options("reward", name, options, OPTIONS.get(name, NoOptions))
+
+
 class RewardSettings(Section):
     """Of one reward: those of `[reward]`, and of each of its parts."""
 
@@ -179,16 +184,28 @@ class RewardSection(RewardSettings):
         }
 
     @model_validator(mode="after")
+    def _options_are_known(self) -> "RewardSection":
+        if self.name is not None:
+            _require_options(self.name, self.options)
+        faults = []
+        for part in self.parts:
+            is_own = "options" in part.model_fields_set
+            try:
+                _require_options(part.name, part.options if is_own else self.options)
+            except ConfigError as error:
+                whose = "" if is_own or not self.options else "[reward.options], which it takes over: "
+                remedy = "; write options of one part below it, as [reward.parts.options]" if whose else ""
+                faults.append(f"[[reward.parts]] {part.known_as!r}: {whose}{error}{remedy}")
+        if faults:
+            raise ValueError("\n".join(faults))
+        return self
+
+    @model_validator(mode="after")
     def _parts_stand_for_the_reward(self) -> "RewardSection":
         if self.parts and self.name is not None:
             raise ValueError(
                 f"reward.name is {self.name!r}, but there are also [[reward.parts]]: make it one of them, or remove "
                 "them"
-            )
-        if self.column is not None and not self.parts:
-            raise ValueError(
-                f"reward.column is {self.column!r}, but there are no [[reward.parts]] that its rows could name: add "
-                "them, or remove it"
             )
         labels = [part.known_as for part in self.parts]
         if twice := sorted({label for label in labels if labels.count(label) > 1}):

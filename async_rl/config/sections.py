@@ -3,6 +3,8 @@
 Every entry point loads it first and passes each part only its own section. Unknown keys are errors.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +14,6 @@ from pydantic import Field, model_validator
 from async_rl.config.algorithm_section import SHAPING, WHOLE_REWARD, AlgorithmSection
 from async_rl.config.algorithm_traits import GDPOOptions
 from async_rl.config.cluster_section import ClusterSection
-from async_rl.config.critic_section import NO_CRITIC, CriticSection
 from async_rl.config.evaluation_section import EvaluationSection
 from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.prompts_section import PromptsSection
@@ -58,8 +59,9 @@ class TrackingSection(Section):
         ("tensorboard",),
         description="any of tensorboard, wandb, mlflow, trackio; each but the first is an extra",
     )
-    project: str = Field("async-rl", min_length=1, description="what trackers file the run under")
-    name: str | None = Field(None, min_length=1, description="of the run, at trackers; by default that of run.dir")
+    project: str = Field(
+        "async-rl", min_length=1, description="what trackers file the run under, by the name of run.dir"
+    )
     all_responses: bool = Field(
         False, description="samples.jsonl has the texts of all responses of its groups, not of two"
     )
@@ -82,21 +84,47 @@ class InferenceSection(Section):
         (), description="further arguments of vLLM's own server"
     )
 
-    @model_validator(mode="after")
-    def _engine_has_what_is_asked(self) -> "InferenceSection":
-        if self.engine == "vllm":
-            return self
-        if self.tensor_parallel > 1:
-            raise ValueError(
-                f"inference.tensor_parallel is {self.tensor_parallel} with inference.engine = 'transformers', which "
-                "has one worker: set it to 1, or inference.engine to 'vllm'"
-            )
-        if self.engine_options:
-            raise ValueError(
-                f"inference.engine_options is {list(self.engine_options)} with inference.engine = 'transformers': they "
-                "are for vLLM's server; remove them, or set inference.engine to 'vllm'"
-            )
-        return self
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """Settings of a section that have an effect where the config `is_met`, which `remedy` brings about."""
+
+    section: str
+    keys: str
+    is_met: Callable[["Config"], bool]
+    remedy: str
+
+
+NEEDS = (
+    _Need(
+        "prompts", "curriculum_order", lambda c: c.prompts.curriculum_iterations > 0, "prompts.curriculum_iterations"
+    ),
+    _Need(
+        "rollout",
+        "max_turns max_context_tokens renderer timeout_s truncated_reward max_attempts max_concurrent "
+        "max_concurrent_per_environment num_workers gateway_host",
+        lambda c: c.rollout.program != SINGLE_TURN,
+        "rollout.program to a program",
+    ),
+    _Need(
+        "reward",
+        "timeout_s num_workers max_concurrency max_attempts options",
+        lambda c: c.reward.is_given,
+        "reward.name or [[reward.parts]]",
+    ),
+    _Need("reward", "column", lambda c: bool(c.reward.parts), "[[reward.parts]], which its rows name"),
+    _Need("algorithm", "kl_estimator kl_in", lambda c: c.algorithm.kl_coef > 0, "algorithm.kl_coef"),
+    _Need("algorithm", "importance_high", lambda c: c.algorithm.importance != "none", "algorithm.importance"),
+    _Need("algorithm", "teacher_coef", lambda c: c.algorithm.teacher is not None, "algorithm.teacher"),
+    _Need(
+        "inference",
+        "tensor_parallel engine_options",
+        lambda c: c.inference.engine == "vllm",
+        "inference.engine to 'vllm'",
+    ),
+)
+"""What would be left without an effect otherwise, silently. A switch that is off keeps its settings: `evaluation.every`
+without sets, `checkpoint.keep` without checkpoints."""
 
 
 class Config(Section):
@@ -109,7 +137,6 @@ class Config(Section):
     publish: PublishSection = Field(default_factory=PublishSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
-    critic: CriticSection = Field(default_factory=CriticSection)
     train: TrainSection
     trainer: TrainerSection = Field(default_factory=TrainerSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
@@ -146,12 +173,12 @@ class Config(Section):
         Raises:
             ConfigError: the critic is alone in all iterations, as far as their number is known.
         """
-        alone, iterations = self.critic.iterations_alone, self.train.iterations
+        alone, iterations = self.algorithm.critic.critic_iterations_alone, self.train.iterations
         if iterations is not None and alone >= iterations:
             of_epochs = f" (train.epochs = {self.train.epochs:g})" if self.train.epochs is not None else ""
             raise ConfigError(
-                f"critic.iterations_alone is {alone}, but train.iterations is {iterations}{of_epochs}: the policy "
-                "would never learn; lower the one or raise the other"
+                f"algorithm.options.critic_iterations_alone is {alone}, but train.iterations is "
+                f"{iterations}{of_epochs}: the policy would never learn; lower the one or raise the other"
             )
 
     @model_validator(mode="before")
@@ -178,15 +205,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _joining_at_once_has_a_snapshot(self) -> "Config":
-        if self.pool.join == "now" and self.publish.snapshot_dir is None:
-            raise ValueError(
-                "pool.join is 'now', but publish.snapshot_dir is not set: an instance that joins in the middle of a "
-                "batch reads the weights from there; name a directory that trainer and instances share"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _shared_devices_have_a_snapshot(self) -> "Config":
         if self.run.placement == "shared" and self.publish.transport != "snapshot":
             raise ValueError(
@@ -202,17 +220,6 @@ class Config(Section):
             raise ValueError(
                 f"reward.name is not set, but rollout.program = {SINGLE_TURN!r} needs a reward: set it to math, code, "
                 "another of rewards.md, or python:path/to/file.py:function"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _critic_has_a_use(self) -> "Config":
-        name = self.algorithm.name
-        if self.critic != NO_CRITIC and not self.algorithm.traits.values and not self.algorithm.is_own:
-            changed = [f"critic.{key}" for key, value in self.critic if value != getattr(NO_CRITIC, key)]
-            raise ValueError(
-                f"algorithm.name is {name!r}, which has no critic, but {', '.join(changed)} is set: remove [critic], "
-                "or set algorithm.name to 'ppo'"
             )
         return self
 
@@ -349,6 +356,20 @@ class Config(Section):
                 f"cluster.max_instances is {self.cluster.max_instances}, but inference.num_instances, the least, is "
                 f"{self.inference.num_instances}: raise the one or lower the other"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> "Config":
+        faults = []
+        for need in (need for need in NEEDS if not need.is_met(self)):
+            section = getattr(self, need.section)
+            for key, default in ((key, type(section).model_fields[key]) for key in need.keys.split()):
+                value = getattr(section, key)
+                if value != default.get_default(call_default_factory=True):
+                    name = f"{need.section}.{key}"
+                    faults.append(f"{name} is {value!r} and has no effect here: set {need.remedy}, or remove {name}")
+        if faults:
+            raise ValueError("\n".join(faults))
         return self
 
     def require_prompts_for(self, num_ranks: int) -> None:

@@ -14,9 +14,7 @@ class OptimizerSection(Section):
     )
     min_learning_rate_ratio: float = Field(1.0, ge=0.0, le=1.0, description="learning rate at the end / at the peak")
     warmup_iterations: int = Field(0, ge=0, description="linear warm-up; then the schedule, to the end of the run")
-    beta1: float = Field(0.9, ge=0.0, lt=1.0, description="AdamW")
-    beta2: float = Field(0.95, ge=0.0, lt=1.0, description="AdamW")
-    eps: float = Field(1e-8, gt=0, description="AdamW")
+    beta2: float = Field(0.95, ge=0.0, lt=1.0, description="AdamW, whose beta1 is 0.9 and whose eps is 1e-8")
     weight_decay: float = Field(0.0, ge=0.0, description="AdamW; norms and biases are left out")
     clip_grad_norm: float = Field(1.0, gt=0, description="largest norm of the whole gradient")
 

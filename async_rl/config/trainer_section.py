@@ -21,9 +21,6 @@ class TrainerSection(Section):
     sequence_parallel: bool = Field(
         False, description="tensor-parallel ranks also share rows; a model of experts needs it under tensor_parallel"
     )
-    distributed_optimizer: bool | None = Field(
-        None, description="replicas share the optimizer's state; by default where there are several"
-    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in backward: none, feed-forward parts, or whole layers"
     )
@@ -54,10 +51,6 @@ class TrainerSection(Section):
         """Whether a window has a cost of its own, and so is everything that is ready: a pipeline's ranks idle while it
         fills and drains, and frozen weights are copied from the host."""
         return self.pipeline_parallel > 1 or self.frozen_weights == "host"
-
-    def shares_optimizer(self, num_replicas: int) -> bool:
-        """Whether the replicas, of which there are `num_replicas`, share the optimizer's state."""
-        return num_replicas > 1 if self.distributed_optimizer is None else self.distributed_optimizer
 
     def num_replicas(self, num_ranks: int) -> int:
         """How many replicas this number of training ranks forms.

@@ -1,7 +1,7 @@
 """What the dashboard's server answers, whichever server it runs in: the page's files, and the records as JSON.
 
 The page is open, the records are what a token protects: a browser sends no token when it opens an address. `__main__`
-answers from it for `async-rl dashboard`, `async_rl.fleet.dashboard_routes` at the fleet endpoint of a live run.
+answers from it for `async-rl dashboard`, `fleet_routes` at the fleet endpoint of a live run.
 """
 
 import time

@@ -25,13 +25,13 @@ from async_rl.errors import AsyncRLError, ConfigError, InstanceError, NoInstance
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import Output, SetResult
 from async_rl.evaluation.sets import LoadedSet, load_sets
-from async_rl.gateway.programs import make_group_maker
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.programs.command_line import USAGE_ERROR, Parser
 from async_rl.programs.extras import require_extras
 from async_rl.programs.failure_report import report_failure
 from async_rl.rewards import make_reward
 from async_rl.rewards.readable_answers import answer_check
+from async_rl.rollout.program_rollouts import make_group_maker
 from async_rl.rollout.prompt_room import require_len
 from async_rl.tokenizer import load_tokenizer
 from async_rl.types import WeightVersion

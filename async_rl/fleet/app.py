@@ -1,34 +1,21 @@
 """The routes of the fleet endpoint over a pool: its members, and changes of them; for `async_rl.fleet.server`."""
 
-import asyncio
-from collections.abc import AsyncIterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from async_rl.dashboard.page import (
-    EVENTS_PATH,
-    HEADERS,
-    POLL_S,
-    PREFIX,
-    Answer,
-    Dashboard,
-    Events,
-    error_answer,
-)
-from async_rl.dashboard.run_data import RunData
 from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.fleet.metrics import FleetMetrics
 from async_rl.fleet.orders import Orders
-from async_rl.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response, invalid_request, is_address
+from async_rl.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response, invalid_request
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.programs.parts import has_part, load_part
 from async_rl.protocol import routes
 from async_rl.protocol.fleet import (
     AddRequest,
@@ -39,43 +26,6 @@ from async_rl.protocol.fleet import (
     RegisterResponse,
 )
 from async_rl.protocol.routes import OTHER_RUN, RUN_HEADER
-
-
-def add_dashboard(app: FastAPI, run_dir: Path, has_token: bool) -> None:
-    """Adds the dashboard's routes; without a token it answers only where it is addressed by an address."""
-    dashboard = Dashboard([RunData(run_dir)])
-
-    def refuses(request: Request) -> bool:
-        return not has_token and not is_address(request.headers.get("host", ""))
-
-    @app.get(EVENTS_PATH)
-    async def events(request: Request) -> Response:
-        if refuses(request):
-            return _response(_REFUSAL)
-        return StreamingResponse(_events(dashboard), media_type="text/event-stream", headers=dict(HEADERS))
-
-    @app.get(PREFIX + "{path:path}")
-    async def page(request: Request) -> Response:
-        if refuses(request):
-            return _response(_REFUSAL)
-        return _response(await asyncio.to_thread(dashboard.answer, request.url.path, dict(request.query_params)))
-
-
-_REFUSAL = error_answer(HTTPStatus.FORBIDDEN, "open the dashboard at the address of its host, not at a name")
-
-
-async def _events(dashboard: Dashboard) -> AsyncIterator[bytes]:
-    """Until the page is closed, or the endpoint: both cancel it."""
-    events = Events(dashboard)
-    while True:
-        if chunk := await asyncio.to_thread(events.next):
-            yield chunk
-        await asyncio.sleep(POLL_S)
-
-
-def _response(answer: Answer) -> Response:
-    return Response(answer.body, answer.status, dict(answer.headers), answer.content_type)
-
 
 _HEADER: Final = RUN_HEADER.lower().encode()
 
@@ -131,8 +81,9 @@ def make_app(
     _add_reading_routes(app, pool, metrics)
     _add_membership_routes(app, pool, orders, min(MAX_HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT))
 
-    if run_dir is not None:
-        add_dashboard(app, run_dir, token is not None)
+    open_paths: tuple[str, ...] = OPEN_PATHS
+    if run_dir is not None and has_part("dashboard"):
+        open_paths += load_part("dashboard", "fleet_routes").add_dashboard(app, run_dir, token is not None)
 
     app.add_exception_handler(RequestValidationError, invalid_request)
     app.add_exception_handler(ConfigError, _refused)
@@ -142,7 +93,7 @@ def make_app(
     if run is not None:
         app.add_middleware(RunGuard, run=run)
     if token is not None:
-        app.add_middleware(BearerToken, token=token, open_paths=(*OPEN_PATHS, *Dashboard.open_paths()))
+        app.add_middleware(BearerToken, token=token, open_paths=open_paths)
     else:
         app.add_middleware(NoForeignNames)
     return app

@@ -11,7 +11,7 @@ from async_rl.forecast.instance_memory import instance_memory
 from async_rl.forecast.memory import ProcessMemory
 from async_rl.forecast.training_memory import WEIGHT_BYTES, group_rows, rank_memory
 from async_rl.model_shape import ModelShape
-from async_rl.preflight.model import read_shape
+from async_rl.preflight.model import CRITIC, read_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def forecast_run(config: Config, model: ModelShape) -> RunForecast:
     teacher = _other(config.algorithm.teacher, "algorithm.teacher")
     critic = None
     if config.algorithm.traits.values:
-        critic = (_other(config.critic.path, "critic.path") or model).as_critic()
+        critic = (_other(config.algorithm.critic.critic_path, CRITIC) or model).as_critic()
     num_ranks = config.trainer.num_local_ranks * config.cluster.training_nodes
     prompts, responses = config.prompts.prompts_per_batch, config.rollout.responses_per_prompt
     return RunForecast(

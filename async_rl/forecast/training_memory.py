@@ -41,7 +41,6 @@ class Shares:
     expert: int
     sequence: bool
     num_replicas: int
-    distributed_optimizer: bool
 
     @classmethod
     def of(cls, trainer: TrainerSection, num_ranks: int) -> "Shares":
@@ -56,7 +55,6 @@ class Shares:
             trainer.expert_parallel,
             trainer.sequence_parallel,
             replicas,
-            trainer.shares_optimizer(replicas),
         )
 
     @property
@@ -102,9 +100,7 @@ def trained_model_bytes(parameters: RankParameters, shares: Shares, dtype: str) 
     AdamW's two moments are float32, and so is a master copy of weights in bfloat16.
     """
     states = WIDE_BYTES * (2 if dtype == "float32" else 3)
-    dense_ways, expert_ways = (
-        (shares.num_replicas, shares.num_expert_replicas) if shares.distributed_optimizer else (1, 1)
-    )
+    dense_ways, expert_ways = (shares.num_replicas, shares.num_expert_replicas)
     return {
         "weights": parameters.total * WEIGHT_BYTES[dtype],
         "gradients": parameters.total * WIDE_BYTES,
@@ -195,7 +191,7 @@ def rank_memory(
 
     Args:
         teacher: the model of algorithm.teacher, if there is one.
-        critic: that of critic.path, or `model`, below a critic's head, if the algorithm has a critic.
+        critic: that of its critic_path, or `model`, below a critic's head, if the algorithm has a critic.
 
     Raises:
         ConfigError: `num_ranks` cannot be arranged as the config requires.
@@ -246,7 +242,7 @@ def _base_reason(device: str) -> str:
 def _trained_parts(whose: str, parameters: RankParameters, shares: Shares, dtype: str) -> list[MemoryPart]:
     sizes = trained_model_bytes(parameters, shares, dtype)
     master = "" if dtype == "float32" else ", master weights"
-    shared = f" shared by {shares.num_replicas} replicas" if shares.distributed_optimizer else ""
+    shared = f" shared by {shares.num_replicas} replicas" if shares.num_replicas > 1 else ""
     count = f"{parameters.total:,} parameters on this rank"
     return [
         MemoryPart(f"{whose}weights", sizes["weights"], f"{count}, {dtype}"),

@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 LEASE_DIR = ".lease"
 UID_FILE = "run"
 
+TTL_S = 20.0
+"""A trainer without a sign of life for so long may be replaced: longer than a file system over a network is away, and
+short beside the restart that follows."""
+
 RENEWALS_PER_TTL = 4
 POLL_S = 0.2
 
@@ -125,7 +129,7 @@ class Lease:
             raise Fenced(
                 f"term {self.term} of run.dir {str(self._directory.parent)!r} has ended: {self._successor(newest)}; "
                 f"this trainer was last known to be running {self._clock() - self._renewed_s:.0f} s ago, its lease "
-                f"holds for cluster.lease_s = {self._term.ttl_s:g} s"
+                f"holds for {self._term.ttl_s:g} s"
             )
 
     def renew(self) -> None:

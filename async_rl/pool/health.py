@@ -211,7 +211,7 @@ class HealthWatch:
 
     def _is_hopeless(self) -> bool:
         """Whether no instance can return before the next publish, and no new one can be admitted."""
-        if self._roster.can_be_joined:
+        if self._late_joiners.admit is not None:
             return False
         version = self._roster.version
         if version is not None and any(member.serves(version) for member in self._roster.members):

@@ -80,11 +80,6 @@ class Roster:
         return self._membership.version
 
     @property
-    def can_be_joined(self) -> bool:
-        """Whether instances that join between two publishes may be put in service."""
-        return self._config.join == "now"
-
-    @property
     def can_return(self) -> bool:
         """Whether any instance may return before the next publish."""
         return self._membership.can_return(member.standing for member in self.members)
@@ -275,7 +270,7 @@ class Roster:
 
     def may_be_admitted(self, member: Member) -> bool:
         """Whether it may be put in service between two publishes, once it holds the weights in training."""
-        return self.can_be_joined and self._membership.may_be_admitted(member.standing) and self.twin_of(member) is None
+        return self._membership.may_be_admitted(member.standing) and self.twin_of(member) is None
 
     def note_admitted(self, member: Member, version: WeightVersion, boot_id: str | None) -> None:
         """This process received the weights in training; it serves, unless a publish has begun meanwhile."""

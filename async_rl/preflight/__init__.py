@@ -40,18 +40,19 @@ class Fault:
     is_of_place: bool
 
 
-def require_sound(config: Config, *, trains: bool, serves: bool) -> None:
+def require_sound(config: Config, *, trains: bool, serves: bool, num_ranks: int | None = None) -> None:
     """Runs all checks that are possible before a start.
 
     Args:
         trains: whether a trainer is started, and not only an evaluation.
         serves: whether instances are started, which get the longest prompt and response that they must accept; if they
             are running already, the trainer compares the longest actual prompt with their limits.
+        num_ranks: the training ranks, if they are started by hand; by default those that the config says.
 
     Raises:
         ConfigError: with one line for each error.
     """
-    faults = find_faults(config, trains=trains, serves=serves)
+    faults = find_faults(config, trains=trains, serves=serves, num_ranks=num_ranks)
     if len(faults) == 1:
         # Of its own class: a directory in use may be free later.
         raise faults[0].error
@@ -59,20 +60,23 @@ def require_sound(config: Config, *, trains: bool, serves: bool) -> None:
         raise ConfigError("\n".join(str(fault.error) for fault in faults))
 
 
-def find_faults(config: Config, *, trains: bool, serves: bool, is_whole: bool = True) -> list[Fault]:
+def find_faults(
+    config: Config, *, trains: bool, serves: bool, is_whole: bool = True, num_ranks: int | None = None
+) -> list[Fault]:
     """What `require_sound` would raise, one by one.
 
     Args:
         is_whole: without it models may be a config.json alone; `find_missing_files` has what they lack.
     """
     faults: list[Fault] = []
+    ranks = num_ranks or config.trainer.num_local_ranks * config.cluster.training_nodes
 
     def note(check: Callable[[], None], *, is_of_place: bool = False) -> None:
         error = _error_of(check)
         if error is not None:
             faults.append(Fault(error, is_of_place))
 
-    note(lambda: _require_model(config, trains, serves, is_whole))
+    note(lambda: _require_model(config, trains, serves, is_whole, ranks))
     note(lambda: require_reward(config.reward))
     note(lambda: require_program(config.rollout))
     note(lambda: require_evaluation_sets(config), is_of_place=True)
@@ -89,7 +93,11 @@ def find_faults(config: Config, *, trains: bool, serves: bool, is_whole: bool = 
 
 def find_missing_files(config: Config) -> list[ConfigError]:
     """What the directories of a run's models lack beside config.json: weights, a tokenizer."""
-    names = ((config.model.path, "model.path"), (config.algorithm.teacher, TEACHER), (config.critic.path, CRITIC))
+    names = (
+        (config.model.path, "model.path"),
+        (config.algorithm.teacher, TEACHER),
+        (config.algorithm.critic.critic_path, CRITIC),
+    )
     missing: list[ConfigError] = []
     for name, setting in names:
         if name is None or not _has_config(name):
@@ -107,15 +115,14 @@ def _has_config(name: str) -> bool:
         return False
 
 
-def _require_model(config: Config, trains: bool, serves: bool, is_whole: bool) -> None:
+def _require_model(config: Config, trains: bool, serves: bool, is_whole: bool, num_ranks: int) -> None:
     files = ModelFiles.find(config.model.path, is_whole=is_whole)
     checks: list[Callable[[], None]] = []
     if trains:
         checks.append(lambda: require_trainable(config, files, is_whole=is_whole))
         checks.append(lambda: require_exact(config, files))
-        checks.append(lambda: require_other_models(config, files, serves=serves, is_whole=is_whole))
-    if trains and serves:
-        num_ranks = config.trainer.num_local_ranks * config.cluster.training_nodes
+        checks.append(lambda: require_other_models(config, files, num_ranks, is_whole=is_whole))
+        checks.append(lambda: config.require_prompts_for(num_ranks))
         checks.append(lambda: require_layout(config.trainer, files.shape, num_ranks))
     if serves:
         checks.append(lambda: require_fit(config, files))

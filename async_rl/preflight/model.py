@@ -11,13 +11,13 @@ from typing import Any
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.model_shape import ModelShape
+from async_rl.model_shape import ModelShape, damaged
 from async_rl.net.hub import hub_fault
 from async_rl.preflight.layout import require_layout
 from async_rl.preflight.weight_files import HEAD, require_sizes, require_tied_head, stored_tensors
 
 TEACHER = "algorithm.teacher"
-CRITIC = "critic.path"
+CRITIC = "algorithm.options.critic_path"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 VALUE_HEADS = ("score.", "v_head.", "value_head.")
@@ -115,8 +115,13 @@ class ModelFiles:
 
     def without_weights(self) -> ConfigError | None:
         """What to say if its directory has no weights."""
-        if self.directory is None or any(self.directory.glob("*.safetensors")):
+        if self.directory is None:
             return None
+        try:
+            if stored_tensors(self.directory):
+                return None
+        except ConfigError as error:
+            return ConfigError(f"{self.named}: {error}")
         return ConfigError(f"{self.named} has no *.safetensors: save its weights as safetensors (save_pretrained)")
 
     @property
@@ -134,9 +139,15 @@ class ModelFiles:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence that the model has positions for; None if its config.json does not say it."""
+        """The longest sequence that the model has positions for; None if its config.json does not say it.
+
+        Raises:
+            ConfigError: it says something else.
+        """
         positions = self.config.get("max_position_embeddings")
-        return positions if isinstance(positions, int) else None
+        if positions is not None and (type(positions) is not int or positions < 1):
+            raise damaged(self.named, "max_position_embeddings", positions, "a number from 1")
+        return positions
 
     @property
     def highest_token(self) -> int | None:
@@ -223,8 +234,6 @@ def require_supported(files: ModelFiles, *, is_whole: bool = True) -> None:
 def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path) -> None:
     """Checks what is silently left out, or found late, where files and config.json do not belong together."""
     named, tensors = files.named, stored_tensors(directory)
-    if not tensors:
-        return
     require_sizes(named, shape.num_layers, (shape.vocab_size, shape.hidden_size), tensors)
     is_policy = not any(name.startswith(VALUE_HEADS) for name in tensors)
     if HEAD not in tensors and not shape.tied and is_policy:
@@ -373,24 +382,22 @@ def require_exact(config: Config, files: ModelFiles) -> None:
         )
 
 
-def require_other_models(config: Config, policy: ModelFiles, *, serves: bool, is_whole: bool = True) -> None:
-    """Checks that `algorithm.teacher` and `critic.path`, where set, can read the policy's tokens on the ranks.
+def require_other_models(config: Config, policy: ModelFiles, num_ranks: int, *, is_whole: bool = True) -> None:
+    """Checks that `algorithm.teacher` and its `critic_path`, where set, can read the policy's tokens on the ranks.
 
     Args:
-        serves: whether these ranks are those of the config.
+        num_ranks: the training ranks.
         is_whole: without it weights and tokenizer may be missing.
 
     Raises:
         ConfigError: one cannot; names the setting.
     """
-    for setting, name in ((TEACHER, config.algorithm.teacher), (CRITIC, config.critic.path)):
+    for setting, name in ((TEACHER, config.algorithm.teacher), (CRITIC, config.algorithm.critic.critic_path)):
         if name is None:
             continue
         model = ModelFiles.find(name, setting, is_whole=is_whole)
         require_supported(model, is_whole=is_whole)
-        if serves:
-            num_ranks = config.trainer.num_local_ranks * config.cluster.training_nodes
-            require_layout(config.trainer, model.shape, num_ranks)
+        require_layout(config.trainer, model.shape, num_ranks)
         own, expected = model.shape.vocab_size, policy.config.get("vocab_size")
         if own != expected:
             raise ConfigError(

@@ -12,12 +12,12 @@ from async_rl.config.section import NoOptions
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.preflight.user_file import PREFIX, require_function, signature_of
+from async_rl.programs.parts import load_part
 from async_rl.rewards.base import USED_SHARE
 from async_rl.rewards.built_in import BUILT_IN, EXPECTED, PACKAGES
 from async_rl.rewards.rubric import rubric_text
 from async_rl.rewards.service import read_token
 from async_rl.rewards.signatures import form_of
-from async_rl.sandbox.probe import require_installed
 
 
 def require_reward(config: RewardSection) -> None:
@@ -70,7 +70,7 @@ def _require(config: RewardSection, name: str) -> None:
         read_token(options)
         warn_if_unreachable("reward.options.url", options.url)
     if name == "code":
-        require_installed()
+        load_part("sandbox", "probe").require_installed()
     elif name in PACKAGES and find_spec(PACKAGES[name].replace("-", "_")) is None:
         raise ConfigError(f"reward.name {name!r} needs {PACKAGES[name]}: install async-rl[tasks]")
 

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from inspect import Parameter, Signature
 from pathlib import Path
 
-from async_rl.config.algorithm_options import require_used
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
 from async_rl.errors import ConfigError
+from async_rl.programs.parts import require_part
 from async_rl.programs.renderer_names import require_renderer
 from async_rl.programs.user_command import COMMAND, split_command
 
@@ -23,16 +23,13 @@ OPEN_ENDED = {"exec", "globals", "setattr", "vars", "__getattr__"}
 
 
 def require_algorithm(config: AlgorithmSection) -> None:
-    """Checks that a user's own algorithm is a class of its file, and what is set for a built-in one.
+    """Checks that a user's own algorithm is a class of its file.
 
     Raises:
-        ConfigError: it is no class of its file, named with the line where possible; a built-in one does not have these
-            options, or does not use a setting.
+        ConfigError: it is not; names the line where possible.
     """
     if config.is_own:
         require_class("algorithm.name", config.name)
-    else:
-        require_used(config)
 
 
 def require_program(config: RolloutSection) -> None:
@@ -45,6 +42,7 @@ def require_program(config: RolloutSection) -> None:
         return
     if config.program.startswith(COMMAND):
         split_command("rollout.program", config.program)
+        require_part("gateway")
     elif config.program.startswith(PREFIX):
         definition = require_function("rollout.program", config.program)
         if definition is not None and not definition.decorator_list:

@@ -44,13 +44,19 @@ class StoredTensor:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of a directory's safetensors files; of a damaged file none, which whoever loads it says."""
+    """All tensors of a directory's safetensors files.
+
+    Raises:
+        ConfigError: one is empty, or no such file.
+    """
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         try:
             tensors |= _tensors_of(file)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(
+                f"{str(file)!r} cannot be read as safetensors ({file.stat().st_size} bytes): download it again"
+            ) from error
     return tensors
 
 

@@ -27,7 +27,6 @@ from async_rl.files import append_lines
 from async_rl.fleet.dns import DnsMembership
 from async_rl.fleet.orders import ORDERS_FILE, Orders
 from async_rl.fleet.server import FleetServer
-from async_rl.gateway.programs import make_group_maker
 from async_rl.group_proof import GroupProof
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.client import MAX_IDLE_WORK_S, publication_of
@@ -43,6 +42,7 @@ from async_rl.publish.remote_sender import RemoteSender
 from async_rl.rewards import Reward, make_reward
 from async_rl.rewards.readable_answers import answer_check
 from async_rl.rollout.group_maker import GroupMaker
+from async_rl.rollout.program_rollouts import make_group_maker
 from async_rl.rollout.prompt_room import require_len
 from async_rl.tokenizer import load_tokenizer
 from async_rl.tracking.recorder import IterationRecord, Recorder
@@ -273,6 +273,7 @@ class Work:
         config, prompt = self._config, self._prompts.longest.token_ids
         admission = probe = canary = None
         if config.publish.canary != "off":
+            probe = Probe(config.publish, config.rollout, prompt)
             noise, dtype = noise_limits(config.train, config.model.dtype).noise, config.model.dtype
             canary = Canary(
                 config.publish,
@@ -287,8 +288,6 @@ class Work:
             admission = Admission(config.publish)
             admission.canary = canary
             self._pool.late_joiners.admit = admission.admit
-        if config.publish.probe_tokens:
-            probe = Probe(config.publish, config.rollout, prompt)
         return Publisher(
             self._pool,
             self._loop,

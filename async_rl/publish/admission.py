@@ -1,7 +1,6 @@
 """Admits instances that join after a publish: they load the current weights from its snapshot."""
 
 import asyncio
-import logging
 from dataclasses import dataclass
 
 from async_rl.config.pool_section import PublishSection
@@ -11,8 +10,6 @@ from async_rl.protocol.inference import UpdateInfo
 from async_rl.publish.canary import Canary
 from async_rl.publish.instance_update import put_in_service, receive
 from async_rl.types import WeightVersion
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +26,7 @@ class Admission:
 
     def __init__(self, config: PublishSection) -> None:
         self._timeout_s = config.timeout_s
-        self._probes = config.probe_tokens > 0
-        self._has_warned = False
+        self._probes = config.canary != "off"
         self.offer: Offer | None = None
         self.canary: Canary | None = None
         """A late joiner of a kind of engine that it has not checked waits for the next publish."""
@@ -47,14 +43,10 @@ class Admission:
         if self.offer is None:
             raise InstanceError(f"instance {member.url} joins with the next publish: there is no weight snapshot yet")
         if self._probes and not member.client.dialect.holds_what_it_received:
-            reason = (
+            raise InstanceError(
                 f"instance {member.url} joins with the next publish: its engine ({member.client.dialect.name}) is "
-                "compared with the trainer then (publish.probe_tokens)"
+                "compared with the trainer then (unless publish.canary is 'off')"
             )
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning("%s; pool.join = 'now' has no effect on such engines, unless probe_tokens is 0", reason)
-            raise InstanceError(reason)
         if self.canary is not None and await self.canary.due(member):
             raise InstanceError(
                 f"instance {member.url} joins with the next publish: it has to show then that its engine takes "

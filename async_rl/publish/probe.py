@@ -41,6 +41,10 @@ MAX_GAP = 0.5
 those of another version by several nats."""
 
 
+NUM_TOKENS = 8
+"""Sampled by each instance: weights of another version show in the first few."""
+
+
 class Probe:
     """Samples from instances and judges the log-probs; `prompt_token_ids` is any prompt of the run."""
 
@@ -49,7 +53,7 @@ class Probe:
         self._timeout_s = config.timeout_s
         self._sampling = SamplingParams(
             # More tokens than a rollout's may exceed the instances' model length.
-            max_tokens=min(config.probe_tokens, rollout.max_response_tokens),
+            max_tokens=min(NUM_TOKENS, rollout.max_response_tokens),
             temperature=rollout.temperature,
             seed=SEED,
             ignore_eos=True,

@@ -1,4 +1,4 @@
-"""The rewards that are built in: each is the file of its name in this folder."""
+"""The rewards that are built in: each is the file of its name in this folder, or in that of an optional part."""
 
 from async_rl.programs.user_file import PREFIX
 
@@ -6,6 +6,9 @@ PACKAGES = {"math": "math-verify", "reasoning_gym": "reasoning-gym"}
 """What to install for those that need more than Python; the module is called alike, with underscores."""
 
 BUILT_IN = ("math", "multiple_choice", "exact", "f1", "regex", "reasoning_gym", "code", "http", "judge")
+
+IN_PARTS = {"code": "sandbox"}
+"""Reward -> the part that has its file."""
 
 EXPECTED = f"{', '.join(BUILT_IN)} or {PREFIX}path/to/file.py:function"
 """For an error."""

@@ -1,16 +1,18 @@
 """Loads a reward's function by the reward's name, and reads the function's traits; in the workers only."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.programs import user_file
+from async_rl.programs.parts import load_part
 from async_rl.programs.user_file import PREFIX, is_async, load_from_file
 from async_rl.rewards.base import CORRECT_AT, PER_RESPONSE, is_reward
+from async_rl.rewards.built_in import IN_PARTS
 from async_rl.rewards.signatures import adapted
 
 SETTING = "reward.name"
@@ -53,7 +55,8 @@ def load_function(config: RewardSection) -> RewardFunction:
     """The function of a built-in reward or of `python:path/to/file.py:function`.
 
     Raises:
-        ConfigError: the file or function does not exist, loading it failed (with its traceback), or it is no reward.
+        ConfigError: the file or function does not exist, loading it failed (with its traceback), it is no reward, or
+            the part that has it is missing.
     """
     name = config.name
     assert name is not None, "without a reward nothing is loaded"
@@ -63,6 +66,6 @@ def load_function(config: RewardSection) -> RewardFunction:
             return adapted(loaded)
         except ValueError as error:
             raise ConfigError(f"{SETTING} {name!r}: {error}; write it in one of these forms") from error
-    module = importlib.import_module(f"async_rl.rewards.{name}")
+    module = load_part(IN_PARTS[name], name) if name in IN_PARTS else import_module(f"async_rl.rewards.{name}")
     function: RewardFunction = module.make_score(config) if hasattr(module, "make_score") else module.score
     return function

@@ -31,7 +31,8 @@ class ProgramPrompt:
 
     `row` is the row of the dataset and `messages` its conversation, None if the prompt is plain text; `token_ids` are
     the prompt's tokens. `seed` differs between the rollouts of a prompt, and is the same when a rollout is run again.
-    Requests of OpenAI's clients, and of what builds on them, to `base_url` with `api_key` are turns of this rollout.
+    Requests of OpenAI's clients, and of what builds on them, to `base_url` with `api_key` are turns of this rollout;
+    both are empty where the gateway is missing.
     """
 
     prompt_id: str

@@ -1,4 +1,4 @@
-"""The `GroupMaker` whose rollouts are runs of a program.
+"""Which `GroupMaker` a run has, for producer and evaluation; and the one whose rollouts are runs of a program.
 
 A run that fails is repeated, with the turns that were sampled already, up to `rollout.max_attempts` times; one that was
 ended because of another one is repeated without being counted. A limit is no failure: the rollout is truncated, keeps
@@ -16,13 +16,17 @@ from weakref import WeakValueDictionary
 
 from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.prompts_section import PromptsSection
-from async_rl.config.rollout_section import RolloutSection
+from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
+from async_rl.config.sections import Config
 from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
 from async_rl.data.prompts import Tokenizer, conversation_of
 from async_rl.errors import InstanceRefused, PromptFailed, RolloutFailed
 from async_rl.pool.inference_pool import InferencePool
+from async_rl.programs.parts import has_part, load_part
+from async_rl.programs.user_command import COMMAND
 from async_rl.rewards import NoReward, Reward
 from async_rl.rollout.expected_length import ExpectedLength
+from async_rl.rollout.group_maker import GroupMaker, SingleTurns
 from async_rl.rollout.program import Program, ProgramFailed, ProgramInterrupted, ProgramPrompt
 from async_rl.rollout.rendering import make_renderer
 from async_rl.rollout.rollout_figures import RolloutFigures
@@ -30,6 +34,7 @@ from async_rl.rollout.sampling import Truncation
 from async_rl.rollout.session import NothingSampled, RolloutSession, Sessions
 from async_rl.rollout.trajectory import Trajectory
 from async_rl.rollout.turn_limits import most_letters_of
+from async_rl.rollout.worker_programs import WorkerProgram
 from async_rl.seeds import evaluation_rollout_seed, rollout_seed
 from async_rl.types import Group, Prompt, RewardParts, Scores, WeightVersion
 
@@ -87,6 +92,32 @@ class _Finished:
     trajectory: Trajectory
     seconds: float
     num_repeats: int
+
+
+def make_group_maker(
+    config: Config, pool: InferencePool, tokenizer: Tokenizer, reward: Reward, address: str | None = None
+) -> GroupMaker:
+    """That of `rollout.program`; its owner starts it, and closes it in any case.
+
+    Args:
+        address: this host's for agents elsewhere.
+
+    Raises:
+        ConfigError: there is no such program, no renderer for its messages, or no gateway for a command.
+    """
+    rollout, seed, skips = config.rollout, config.run.seed, config.reward.skip_special_tokens
+    if rollout.program == SINGLE_TURN:
+        return SingleTurns(pool, reward, tokenizer, rollout, seed, skip_special_tokens=skips)
+    # A function can do without: it has `policy.generate`.
+    if rollout.program.startswith(COMMAND) or has_part("gateway"):
+        program: Program = load_part("gateway", "programs").make_served_program(rollout, tokenizer, address)
+    else:
+        program = WorkerProgram(rollout)
+    return make_program_rollouts(
+        *(rollout, config.prompts, seed, config.model.path, pool, tokenizer, reward),
+        skip_special_tokens=skips,
+        program=program,
+    )
 
 
 def make_program_rollouts(

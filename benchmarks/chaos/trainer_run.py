@@ -74,7 +74,6 @@ max_response_tokens = {response_tokens}
 name = "python:{directory}/reward.py:early_words"
 [pool]
 fleet_port = {port}
-join = "now"
 timeout_s = {pool_timeout_s}
 request_timeout_s = {request_timeout_s}
 heartbeat_timeout_s = {heartbeat_timeout_s}

@@ -46,7 +46,6 @@ class Case:
 
 
 IMPORTANCE = {
-    "importance_low": 0.9,
     "importance_high": 1.3,
 }
 GDPO_WEIGHTS = {"first": 0.3 * LARGE, "second": LARGE}
@@ -102,7 +101,9 @@ CASES: dict[str, Case] = {
             {
                 "loss_type": "dapo",
                 "vllm_importance_sampling_mode": mode,
-                "vllm_importance_sampling_clip_min": IMPORTANCE["importance_low"] if mode.endswith("mask") else None,
+                "vllm_importance_sampling_clip_min": 1 / IMPORTANCE["importance_high"]
+                if mode.endswith("mask")
+                else None,
                 "vllm_importance_sampling_clip_max": IMPORTANCE["importance_high"],
             },
         )

@@ -33,6 +33,7 @@ from benchmarks.peers.loss_cases import (
 from benchmarks.peers.processes import guarded
 from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel
+from trainer.policy import optimizer
 from trainer.trainer import MegatronTrainer
 
 TRL_LOSSES = Path(__file__).with_name("trl_losses.py")
@@ -51,7 +52,7 @@ def prepare(directory: Path) -> dict[str, Any]:
         "num_batches": NUM_BATCHES,
         "max_response_tokens": MAX_RESPONSE_TOKENS,
         "learning_rate": LEARNING_RATE,
-        "beta2": optimizer_section(Case.eps).beta2,
+        "beta2": OptimizerSection().beta2,
         "cases": [
             {
                 "groups": make_groups(case),
@@ -64,10 +65,6 @@ def prepare(directory: Path) -> dict[str, Any]:
             for case in CASES.values()
         ],
     }
-
-
-def optimizer_section(eps: float) -> OptimizerSection:
-    return OptimizerSection(learning_rate=LEARNING_RATE, eps=eps)
 
 
 def group_of(index: int, given: dict[str, Any], times: float) -> Group:
@@ -109,13 +106,14 @@ def our_losses(work: dict[str, Any]) -> list[dict[str, list[float]]]:
 
 
 def _train(parallel: Parallel, model: str, case: Case, given: list[dict[str, Any]]) -> dict[str, list[float]]:
+    optimizer.EPS = case.eps
     trainer = MegatronTrainer(
         parallel,
         TrainerSection(),
         ModelSection(path=model),
         RolloutSection(responses_per_prompt=case.responses, max_response_tokens=MAX_RESPONSE_TOKENS),
         AlgorithmSection(**{"old_policy": "model", **case.ours}),
-        optimizer_section(case.eps),
+        OptimizerSection(learning_rate=LEARNING_RATE),
         TrainSection(iterations=NUM_BATCHES, mode="synchronous"),
     )
     groups = [group_of(index, one, case.times) for index, one in enumerate(given)]

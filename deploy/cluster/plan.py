@@ -19,6 +19,15 @@ from deploy.cluster.process import GRACE_S, torchrun_dir
 FLEET_PORT = 8600
 """Of the trainer's fleet endpoint, where `pool.fleet_port` leaves it open: instances must know it before it listens."""
 
+MASTER_PORT = 29500
+"""Where the training nodes meet, on the first of them: torchrun's own; beside a fleet endpoint at a port of the user's
+choice the next one, since what has taken the one port there may have taken the other."""
+
+LAST_PORT = 65535
+
+PATIENCE_S = 1800.0
+"""How long an instance waits for a trainer before it ends: a restart takes minutes, a queue perhaps half an hour."""
+
 ANY_HOST = "0.0.0.0"
 
 INSTANCE_GRACE_S = 40.0
@@ -76,10 +85,11 @@ class ClusterPlan:
             *(f"--pool.fleet_host={ANY_HOST}", f"--pool.fleet_port={self.fleet_port}", "--run.resume=true"),
         ]
 
-    def instance_argv(self, *, name: str, port: int, register: str) -> list[str]:
+    def instance_argv(self, *, name: str, port: int, register: str, patience_s: float = PATIENCE_S) -> list[str]:
         """One instance, called `name`, that listens at all addresses of its host; port 0 takes a free one.
 
-        `register` is the URL of the fleet endpoint, or the run's directory where all hosts see it.
+        `register` is the URL of the fleet endpoint, or the run's directory where all hosts see it; `patience_s` is how
+        long it waits for a trainer before it ends, 0 for ever.
         """
         config = self.config
         options: dict[str, object] = {
@@ -93,7 +103,7 @@ class ClusterPlan:
             "--max-concurrency": config.inference.max_concurrency,
             "--register": register,
             "--name": name,
-            "--patience-s": config.cluster.patience_s,
+            "--patience-s": patience_s,
         }
         if config.max_model_len is not None:
             options["--max-model-len"] = config.max_model_len
@@ -133,15 +143,9 @@ def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) ->
             "inference.engine to 'vllm' (with vllm-ascend)"
         )
     cluster, ranks = config.cluster, config.trainer.num_local_ranks
-    node = _resources(config, workers=ranks, cores=cluster.training_cores)
+    node = _resources(config, workers=ranks)
     instance = _resources(config, workers=config.inference.tensor_parallel)
     grace_s = config.checkpoint.grace_s + 2 * GRACE_S
-    fleet_port = config.pool.fleet_port or FLEET_PORT
-    if fleet_port == cluster.master_port:
-        raise ConfigError(
-            f"cluster.master_port is {cluster.master_port}, which is the fleet endpoint's port on the same host "
-            f"(pool.fleet_port, {FLEET_PORT} by default): set another one"
-        )
     return ClusterPlan(
         name=config.run.dir.absolute().name,
         config_path=config_path.resolve(),
@@ -157,15 +161,22 @@ def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) ->
         instance=instance,
         instance_env=_environment(cluster.env, instance.cores, config.inference.tensor_parallel),
         instance_grace_s=INSTANCE_GRACE_S,
-        fleet_port=fleet_port,
-        master_port=cluster.master_port,
+        fleet_port=config.pool.fleet_port or FLEET_PORT,
+        master_port=master_port(config.pool.fleet_port),
     )
 
 
-def _resources(config: Config, *, workers: int, cores: int | None = None) -> Resources:
-    """Without a number of cores: one for each worker, and one more for the process's other work."""
+def master_port(fleet_port: int) -> int:
+    """Of a run with this `pool.fleet_port`."""
+    if not fleet_port:
+        return MASTER_PORT
+    return fleet_port + 1 if fleet_port < LAST_PORT else fleet_port - 1
+
+
+def _resources(config: Config, *, workers: int) -> Resources:
+    """A core for each worker, and one more for the process's other work."""
     kind = config.trainer.device
-    return Resources(cores or workers + 1, 0 if kind == "cpu" else workers, kind)
+    return Resources(workers + 1, 0 if kind == "cpu" else workers, kind)
 
 
 def _environment(more: Mapping[str, str], cores: int, workers: int) -> dict[str, str]:

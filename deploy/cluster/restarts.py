@@ -20,7 +20,7 @@ MAX_DOUBLINGS: Final = 100
 DONE: Final = 0
 BAD_INPUT: Final = 2
 NO_FLEET: Final = 3
-"""Of an instance: no trainer answered for `cluster.patience_s`."""
+"""Of an instance: no trainer answered for its patience."""
 
 LASTING: Final = 4
 """A fault that no restart mends."""

@@ -20,7 +20,7 @@ RESOLUTION_S = 1.0
 
 NOTED_SKEW_S = 2.0
 MAX_SKEW_S = 10.0
-"""Half of the default cluster.lease_s: more, and a lease that is kept looks as if it were not."""
+"""Half of the time of a lease: more, and a lease that is kept looks as if it were not."""
 
 
 def servers_of(config: Config | None, named: Sequence[str]) -> list[str]:

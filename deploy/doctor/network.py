@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from async_rl.config.sections import Config
 from async_rl.net.local_address import address_for_others, interface_of, is_loopback, missing_loopback
-from deploy.cluster.plan import FLEET_PORT
+from deploy.cluster.plan import FLEET_PORT, MASTER_PORT, master_port
 from deploy.doctor.finding import Finding
 
 
@@ -32,10 +32,10 @@ def find_network_facts(config: Config | None) -> Iterator[Finding]:
 def _ports(config: Config | None) -> Sequence[tuple[str, str, int]]:
     """(key, address to bind, port) of each port that is not chosen at start."""
     if config is None:
-        return [("cluster launchers' fleet endpoint", "", FLEET_PORT), ("cluster.master_port", "", 29500)]
+        return [("cluster launchers' fleet endpoint", "", FLEET_PORT), ("torchrun", "", MASTER_PORT)]
     ports = [("pool.fleet_port", config.pool.fleet_host, config.pool.fleet_port)]
     if config.cluster.training_nodes > 1:
-        ports.append(("cluster.master_port", "", config.cluster.master_port))
+        ports.append(("torchrun", "", master_port(config.pool.fleet_port)))
     return [each for each in ports if each[2]]
 
 

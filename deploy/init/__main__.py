@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from async_rl.config.file import parse_config
 from async_rl.config.keys import keys_of
@@ -115,8 +115,8 @@ def make_parser() -> Parser:
     return parser
 
 
-def write_config(seen: Seen, output: Path, run_dir: str, *, force: bool) -> Config:
-    """Writes the config, and returns it; refuses to replace a file without `force`.
+def write_config(seen: Seen, output: Path, run_dir: str, *, force: bool) -> dict[str, Any]:
+    """Writes the config, and returns what it says; refuses to replace a file without `force`.
 
     Raises:
         ConfigError: there is such a file, or its name cannot be used, or the run fits in no way.
@@ -131,11 +131,20 @@ def write_config(seen: Seen, output: Path, run_dir: str, *, force: bool) -> Conf
     text = config_text(choose(seen, run_dir), output.name)
     # What is written is read as a run would read it: a path may have what TOML cannot say.
     try:
-        config = parse_config(tomllib.loads(text), source=str(output))
+        said = tomllib.loads(text)
         write_file(output, text.encode())
     except (tomllib.TOMLDecodeError, UnicodeEncodeError) as error:
         raise ConfigError(f"a name cannot be written to a config: {error}; rename the file or directory") from error
-    return config
+    return said
+
+
+def find_mistakes(said: dict[str, Any], source: str) -> list[str]:
+    """What has to be corrected before the config of these tables runs."""
+    try:
+        config = parse_config(said, source=source)
+    except ConfigError as error:
+        return [str(error)]
+    return [str(fault.error) for fault in find_faults(config, trains=True, serves=True, is_whole=False)]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -144,15 +153,15 @@ def main(argv: Sequence[str]) -> int:
     stop_on_signals()
     try:
         seen = look_around(arguments.model, arguments.data, arguments.reward, arguments.prompt_column)
-        config = write_config(seen, output, arguments.run_dir or f"runs/{output.stem}", force=arguments.force)
+        said = write_config(seen, output, arguments.run_dir or f"runs/{output.stem}", force=arguments.force)
     except Stopped as end:
         return explain_end(end)
     except AsyncRLError as error:
         explain_end(error)
         return USAGE_ERROR
     print(f"{output}: {seen.look.seen}; reward {seen.reward}; {seen.device}, {seen.num_cores} cores")
-    if faults := [str(fault.error) for fault in find_faults(config, trains=True, serves=True, is_whole=False)]:
-        print("correct before it runs:", *faults, sep="\n", file=sys.stderr)
+    if mistakes := find_mistakes(said, str(output)):
+        print("correct before it runs:", *mistakes, sep="\n", file=sys.stderr)
         return 1
     name = shlex.quote(str(output))
     print(f"next: async-rl check {name}, then async-rl run {name}")

@@ -243,8 +243,10 @@ def _instances(engine: str, num_devices: int, tensor: int) -> Iterator[Choice]:
 
 def _fits(seen: Seen, choices: list[Choice]) -> bool:
     """Whether the config is accepted and its forecast leaves room."""
+    # Whatever scores it: a reward may need options, which its user has to add.
+    sized = [Choice("reward.name", "exact") if choice.name == "reward.name" else choice for choice in choices]
     try:
-        config = parse_config(tree_of(choices), "the config that init proposes")
+        config = parse_config(tree_of(sized), "the config that init proposes")
         forecast = forecast_run(config, seen.shape)
     except ConfigError:
         # Such as fewer prompts than replicas: another layout may do.

@@ -60,13 +60,14 @@ def release_name(run_name: str) -> str:
 
 
 def for_pods(config: Config) -> Config:
-    """The config as its pods use it: `python` of their image unless another one is set, and instances without patience.
-
-    An instance that ended would be started again, and load its model again: Kubernetes keeps the number of pods, and
-    their devices, until somebody changes it.
-    """
-    cluster = config.cluster.model_copy(update={"python": config.cluster.python or "python", "patience_s": 0})
+    """The config as its pods use it: `python` of their image unless another one is set."""
+    cluster = config.cluster.model_copy(update={"python": config.cluster.python or "python"})
     return config.model_copy(update={"cluster": cluster})
+
+
+FOR_EVER = 0.0
+"""The patience of instances: one that ended would be started again, and load its model again. Kubernetes keeps the
+number of pods, and their devices, until somebody changes it."""
 
 
 def chart_values(
@@ -174,11 +175,15 @@ def _demand(resources: Resources, hosts: int) -> dict[str, Any]:
 def _instance_commands(plan: ClusterPlan, register: str, hosts: int) -> Mapping[str, list[str]]:
     """The command of an instance; of one that spans hosts, also that of its other hosts."""
     if hosts == 1:
-        return {"command": _literal(plan.instance_argv(name=POD, port=INSTANCE_PORT, register=register))}
+        return {
+            "command": _literal(
+                plan.instance_argv(name=POD, port=INSTANCE_PORT, register=register, patience_s=FOR_EVER)
+            )
+        }
     together = ("--nnodes", str(hosts), "--master-addr", LEADER, "--node-rank")
     options = plan.config.inference.engine_options
     argv = _with_engine_options(plan, (*options, *together, "0")).instance_argv(
-        name=POD, port=INSTANCE_PORT, register=register
+        name=POD, port=INSTANCE_PORT, register=register, patience_s=FOR_EVER
     )
     # Without API server and registration: workers of the leader's engine, with the same transport of weights.
     inference, model = plan.config.inference, plan.config.model

@@ -26,6 +26,7 @@ from async_rl.locks.lease import holder_of
 from async_rl.locks.run_lock import require_unlocked
 from async_rl.programs.command_line import Parser
 from async_rl.programs.extras import require_extras
+from async_rl.programs.parts import has_part
 from async_rl.tracking.run_records import RecordFile, RunRecords
 from deploy.cluster.process import Process, log_path
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
@@ -113,7 +114,8 @@ class Quickstart:
             cores={process.name: process.cores for process in (*this_plan.instances, this_plan.trainer)},
         )
         write_file(self._run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
-        write_file(self._run_dir / "report.html", render(self._kind, summary, self._run_dir, before, after))
+        if has_part("dashboard"):
+            write_file(self._run_dir / "report.html", render(self._kind, summary, self._run_dir, before, after))
         return summary
 
     def _run_warm_start(self, while_running: Callable[[], None]) -> None:
@@ -182,7 +184,8 @@ def show_summary(console: Console, summary: dict[str, Any], run_dir: Path) -> No
     table = Table(title=f"async-rl quickstart {summary['task']}", show_header=False, title_justify="left")
     for name, text in summary_rows(summary).items():
         table.add_row(name, text)
-    table.add_row("report", escape(str(run_dir / "report.html")))
+    if has_part("dashboard"):
+        table.add_row("report", escape(str(run_dir / "report.html")))
     table.add_row("model", escape(str(run_dir / "model")))
     console.print(table)
 

@@ -1,5 +1,5 @@
 """The quickstart's results: `summary.json`, a few figures that can be checked against the files of its run, and
-`report.html`, what it measured before and after, above the dashboard's page on the run."""
+`report.html`, what it measured before and after, above the dashboard's page on the run, where that part is."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from async_rl.dashboard.report import report
-from async_rl.dashboard.run_data import open_run
+from async_rl.programs.parts import load_part
 from async_rl.tracking.run_records import Record
 from deploy.cluster.run_view import time_shares
 from deploy.quickstart.kind import Kind
@@ -101,7 +100,9 @@ def render(
         f'<div class="card scroll"><h3>Held-out {escape(kind.questions)}, before and after</h3>\n<table>'
         f"<tr><th>question</th><th>before</th><th>after</th></tr>{''.join(samples)}</table></div>\n</section>\n"
     )
-    return report([open_run(run_dir)], opening)
+    report = load_part("dashboard", "report")
+    page: str = report.report([report.open_run(run_dir)], opening)
+    return page
 
 
 def _headline(kind: Kind, summary: Mapping[str, Any]) -> str:

@@ -28,6 +28,9 @@ from deploy.ray.supervisor import Supervisor
 from deploy.ray.task_actor import SHARED_FILE
 
 POLL_S = 0.2
+SCALE_UP_AFTER_S, SCALE_DOWN_AFTER_S = 30.0, 300.0
+"""So long more, or fewer, instances must be desired before any is started, or drained: a start loads a model, so what
+is there is kept longer than an iteration."""
 CONNECT_TIMEOUT_S = 10.0
 
 
@@ -49,12 +52,7 @@ def run_on_ray(plan: ClusterPlan, token: str | None, view: RunView) -> None:
     record = _Record(directory)
     with _connected():
         cluster = RayCluster(str(directory), str(Path.cwd()), launch_id, token)
-        scaler = Scaler(
-            plan.min_instances,
-            plan.max_instances,
-            plan.config.cluster.scale_up_after_s,
-            plan.config.cluster.scale_down_after_s,
-        )
+        scaler = Scaler(plan.min_instances, plan.max_instances, SCALE_UP_AFTER_S, SCALE_DOWN_AFTER_S)
         supervisor = Supervisor(plan, cluster, _Fleet(directory, token), scaler, view.note)
         try:
             while not supervisor.step(time.monotonic()):

@@ -24,6 +24,9 @@ from deploy.ray.specs import bundle, instance_group, instance_name, run_dir, tra
 
 SCALING_INTERVAL_S = 5.0
 
+PLACEMENT_TIMEOUT_S = 180.0
+"""For the training nodes and the first instances: an autoscaler starts a host in less."""
+
 START_TIMEOUT_S = 1800.0
 """For a first instance that is neither healthy nor ended; vLLM may take many minutes to load and capture graphs."""
 
@@ -116,16 +119,15 @@ class Supervisor:
 
     def _require_placed(self, slot: Slot, now_s: float) -> None:
         """What the run cannot do without must find room in time; all else waits for it."""
-        timeout_s = self._plan.config.cluster.placement_timeout_s
         is_placed = slot.state not in ("placing", "starting") or slot.group is None or slot.group.phase == "placed"
         is_required = slot is self.training or not self._has_begun
-        if not is_placed and is_required and now_s > slot.since_s + timeout_s:
+        if not is_placed and is_required and now_s > slot.since_s + PLACEMENT_TIMEOUT_S:
             number = len(slot.spec.names)
             apart = ", each on a host of its own" if number > 1 else ""
             raise NotPlaced(
-                f"the cluster has not placed {slot.spec.name} within cluster.placement_timeout_s = {timeout_s:g} s: "
+                f"the cluster has not placed {slot.spec.name} within {PLACEMENT_TIMEOUT_S:g} s: "
                 f"{number} x {_shown(bundle(slot.spec.resources))}{apart}. Free: {self._cluster.free_resources()}. Add "
-                "hosts, end what occupies them, or ask for less (cluster.training_nodes, cluster.training_cores, "
+                "hosts, end what occupies them, or ask for less (cluster.training_nodes, "
                 "trainer.num_processes, inference.num_instances, inference.tensor_parallel)"
             )
 

@@ -222,7 +222,7 @@ def end_instances(run_dir: Path) -> None:
         for array in arrays - {""}:
             cancel(array)
     except (ConfigError, SlurmFailed) as error:
-        print(f"the instances still run, until no trainer has answered for cluster.patience_s: {error}", flush=True)
+        print(f"the instances still run, until no trainer has answered for half an hour: {error}", flush=True)
 
 
 def make_parser() -> Parser:

@@ -65,9 +65,10 @@ def common_overrides(config: Config, words: Sequence[str], out: Path, iterations
         "cluster.max_instances": str(max(config.cluster.max_instances or 0, num_instances)),
         # Its stages are no runs that anybody wants to see beside the others of a project.
         "tracking.trackers": "[]",
-        # It is less than the number of iterations.
-        "critic.iterations_alone": str(min(config.critic.iterations_alone, iterations - 1)),
     }
+    if alone := config.algorithm.critic.critic_iterations_alone:
+        # It is less than the number of iterations.
+        own["algorithm.options.critic_iterations_alone"] = str(min(alone, iterations - 1))
     if config.publish.canary == "off":
         own["publish.canary"] = "first"
     return [*words, *(f"--{key}={value}" for key, value in own.items())]

@@ -99,7 +99,7 @@ class Verification:
             self._say(f"{len(refused)} instance(s) are not put in service: looking for the reason")
             judged = self._stages.run(
                 "diagnosis",
-                *("--publish.canary=off", "--publish.probe_tokens=0", f"--train.mode={self._scope.mode}"),
+                *("--publish.canary=off", f"--train.mode={self._scope.mode}"),
                 program=("trainer.verify", "record", str(self._groups)),
             )
         found = read_json(judged.run_dir / "instances.json")

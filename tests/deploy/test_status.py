@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from async_rl.config.cluster_section import ClusterSection
-from async_rl.locks.lease import take_lease
+from async_rl.locks.lease import TTL_S, take_lease
 from deploy.cluster.fleet import drain
 from deploy.cluster.tasks import Task, write_launch
 from deploy.status import Status, read_status, show
@@ -38,7 +37,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_tasks_progress_and_lease_are_shown(run_dir: Path) -> None:
-    lease = take_lease(run_dir, ClusterSection().lease_s)
+    lease = take_lease(run_dir, TTL_S)
     shown = status("--run", str(run_dir)).stdout
     lease.release()
     after = status("--run", str(run_dir)).stdout

@@ -79,7 +79,7 @@ def fleet(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Fleet]:
 def test_an_instance_joins_two_leaders_at_once_and_the_first_one_is_drained(fleet: Fleet, tmp_path: Path) -> None:
     run = fleet.run
     run.start(
-        *("--train.iterations", "200", "--pool.join", "now", "--publish.snapshot_dir", str(tmp_path / "snapshots")),
+        *("--train.iterations", "200", "--publish.snapshot_dir", str(tmp_path / "snapshots")),
         *("--trainer.num_processes", "2", "--rollout.max_response_tokens", "48"),
     )
     run.wait_for_iterations(1)

@@ -16,7 +16,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 STEPS = 3
 WITH_A_CRITIC = (
     *(*SETTINGS, "--train.iterations=5", f"--train.steps_per_batch={STEPS}", "--algorithm.old_policy=model"),
-    *("--algorithm.name=ppo", "--critic.learning_rate=1e-3", "--critic.iterations_alone=2"),
+    *(
+        "--algorithm.name=ppo",
+        "--algorithm.options.critic_learning_rate=1e-3",
+        "--algorithm.options.critic_iterations_alone=2",
+    ),
     *("--trainer.pipeline_parallel=2", "--trainer.micro_batch_tokens=100"),
 )
 

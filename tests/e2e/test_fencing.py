@@ -13,14 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_rl.locks.lease import read_term
+from async_rl.locks.lease import TTL_S, read_term
 from async_rl.net.free_ports import free_ports
 from tests.support.local_run import Run, command_of
 from trainer.checkpoint.files import find_damage, read_manifest, whole_checkpoints
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(500)]
 
-LEASE_S = 8.0
 STEP_S = 200.0
 """For a trainer to start and train two iterations, beside another one that has just stopped."""
 
@@ -59,7 +58,7 @@ class Trainers:
             "async_rl.trainer",
             str(self.run.config),
         ]
-        words += [f"--cluster.lease_s={LEASE_S}", f"--pool.fleet_port={port}", "--pool.timeout_s=120"]
+        words += [f"--pool.fleet_port={port}", "--pool.timeout_s=120"]
         words += ["--run.resume=true", "--checkpoint.every=1", "--train.iterations=500"]
         return self._start(f"trainer-{name}", words)
 
@@ -131,7 +130,7 @@ def _take_over(trainers: Trainers, first: subprocess.Popen[bytes]) -> None:
     stopped_s, old_run = time.monotonic(), trainers.versions()[-1].rpartition("-")[0]
     second = trainers.start("second")
     trainers.wait_for(lambda: sum(old_run not in version for version in trainers.versions()) >= 2, second)
-    assert time.monotonic() - stopped_s > LEASE_S
+    assert time.monotonic() - stopped_s > TTL_S
     term = read_term(run.dir)
     assert term is not None and term.term == 2, trainers.said()
     for rank in ranks:

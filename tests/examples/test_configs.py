@@ -18,8 +18,10 @@ from deploy.local.plan import num_ports, plan
 from tests.support import ROOT
 from tests.support.chat_tokenizer import make_chat_model
 from tests.support.json_service import JsonService, running
+from tests.support.parts import needs_part
 
 EXAMPLES = ROOT / "examples"
+NEEDS = {"agent": [needs_part("gateway")]}
 CONFIGS = sorted(path.parent.name for path in EXAMPLES.glob("*/run.toml"))
 SMALLER = {
     "mixture": ("--model.path", "model", "--model.dtype", "float32", "--rollout.max_response_tokens", "32"),
@@ -46,7 +48,7 @@ def test_the_list_of_examples_names_every_folder_and_no_other() -> None:
     assert sorted(listed) == sorted(f"{path.name}/" for path in EXAMPLES.iterdir() if path.is_dir())
 
 
-@pytest.mark.parametrize("example", CONFIGS)
+@pytest.mark.parametrize("example", [pytest.param(name, marks=NEEDS.get(name, [])) for name in CONFIGS])
 def test_a_config_is_sound_and_can_be_planned(
     workplace: Callable[[str], Path], tiny_model: Callable[..., Path], example: str
 ) -> None:

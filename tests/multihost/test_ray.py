@@ -97,7 +97,7 @@ def test_a_job_goes_on_when_the_host_of_its_trainer_is_cut_off(
     run = Run(tmp_path, tiny_model("qwen3", tied=True))
     work = tmp_path / "work"
     work.mkdir()
-    more = "[inference]\nnum_instances = 2\n[checkpoint]\nevery = 1\n[cluster]\nmax_restarts = 10\nlease_s = 5\n"
+    more = "[inference]\nnum_instances = 2\n[checkpoint]\nevery = 1\n[cluster]\nmax_restarts = 10\n"
     (work / "run.toml").write_text(run.config.read_text() + more)
     submit = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", "--address=http://127.0.0.1:8265"]
     submit += [f"--working-dir={work}", "--", sys.executable, "-m", "deploy.ray", "run.toml"]

@@ -42,7 +42,6 @@ COMMON = {
     "kl_estimator": "k3",
     "kl_in": "loss",
     "entropy_coef": 0.0,
-    "importance_low": 0.5,
     "importance_high": 2.0,
     "teacher_coef": 1.0,
     "options": {},
@@ -192,7 +191,7 @@ class Written:
         weight = math.exp(math.fsum(gaps) if kind.startswith("sequence") else gaps[t])
         if kind.endswith("truncate"):
             return min(weight, float(self["importance_high"]))
-        return weight if self["importance_low"] <= weight <= self["importance_high"] else 0.0
+        return weight if 1 / self["importance_high"] <= weight <= self["importance_high"] else 0.0
 
     def kl(self, new: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
         gap = new - ref

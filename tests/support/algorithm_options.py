@@ -23,10 +23,7 @@ CUTTING_ACROSS: tuple[tuple[dict[str, Any], ...], ...] = (
     (
         {},
         *({"importance": f"{level}_truncate", "importance_high": 1.1} for level in ("token", "sequence")),
-        *(
-            {"importance": f"{level}_mask", "importance_low": 0.8, "importance_high": 1.3}
-            for level in ("token", "sequence")
-        ),
+        *({"importance": f"{level}_mask", "importance_high": 1.3} for level in ("token", "sequence")),
     ),
     ({}, {"teacher": "teacher", "teacher_coef": 0.6}),
 )

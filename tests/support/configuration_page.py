@@ -27,8 +27,7 @@ the last one is used. Unknown keys are errors that name the nearest key; abbrevi
 `async-rl run --help` lists all keys; this page is written from the same descriptions by
 `python -m tests.support.configuration_page`. The parts of a run are described in [data.md](data.md),
 [rewards.md](rewards.md), [algorithms.md](algorithms.md), [evaluation.md](evaluation.md) and
-[deployment.md](deployment.md). `[critic]` is of `algorithm.name = "ppo"` ([algorithms.md](algorithms.md#ppo)), and
-`[inference]` of the instances that `async-rl run` starts.
+[deployment.md](deployment.md). `[inference]` is of the instances that `async-rl run` starts.
 """
 
 LAYOUTS = """## Layouts of the trainer
@@ -44,7 +43,7 @@ and the remedy (the rule is in `async_rl/preflight/layout.py`):
 - `sequence_parallel` needs `tensor_parallel` above 1; a model of experts with `tensor_parallel` above 1 needs
   `sequence_parallel`, for any `expert_parallel`.
 
-`distributed_optimizer`, `recompute`, `frozen_weights` and groups longer than `micro_batch_tokens` work with every
+`recompute`, `frozen_weights` and groups longer than `micro_batch_tokens` work with every
 accepted layout.
 """
 
@@ -62,7 +61,7 @@ SET_BY_YOU = {
     "checkpoint": "every",
     "inference": "engine python num_instances",
     "evaluation": "sets every",
-    "tracking": "trackers project name",
+    "tracking": "trackers project",
     "cluster": "training_nodes env slurm_options",
 }
 WHEN_TUNING = {
@@ -71,11 +70,10 @@ WHEN_TUNING = {
     "rollout": "temperature stop stop_token_ids max_context_tokens timeout_s max_concurrent num_workers",
     "reward": "timeout_s max_concurrency max_attempts correct_at",
     "publish": "transport snapshot_dir timeout_s",
-    "pool": "join timeout_s request_timeout_s",
+    "pool": "timeout_s request_timeout_s",
     "algorithm": "clip_low clip_high normalize scale_by_std kl_coef kl_estimator kl_in entropy_coef mask_truncated "
     "overlong_tokens old_policy importance teacher teacher_coef",
     "optimizer": "schedule min_learning_rate_ratio warmup_iterations weight_decay clip_grad_norm",
-    "critic": "learning_rate path gamma gae_lambda iterations_alone",
     "train": "steps_per_batch mode order exact",
     "trainer": "tensor_parallel pipeline_parallel expert_parallel sequence_parallel recompute micro_batch_tokens "
     "frozen_weights",

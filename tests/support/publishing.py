@@ -33,7 +33,7 @@ TENSORS = {
 }
 SPECS = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in TENSORS.items()]
 PROMPT = [5, 6, 7]
-POOL_OPTIONS = ("join", "heartbeat_timeout_s")
+POOL_OPTIONS = ("heartbeat_timeout_s",)
 
 
 def stream(scale: float = 1.0) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
@@ -95,6 +95,7 @@ class Publishing:
         canary: Canary | None = None,
         source: WeightSource | None = None,
         through: Sender | None = None,
+        probes: bool = True,
         **options: Any,
     ) -> tuple[StreamPublisher, InferencePool]:
         """`options` are settings of the pool or publish section; late joiners are admitted if the options allow it.
@@ -105,12 +106,12 @@ class Publishing:
         of_pool = {name: value for name, value in options.items() if name in POOL_OPTIONS}
         of_publish = {name: value for name, value in options.items() if name not in POOL_OPTIONS}
         pool = InferencePool(PoolSection(instances=urls, fleet_port=1, timeout_s=20.0, **of_pool))
-        settings = {"timeout_s": 10.0, "probe_tokens": 4} | of_publish
+        settings = {"timeout_s": 10.0} | of_publish
         config = PublishSection(snapshot_dir=snapshot_dir, **settings)
         admission = Admission(config)
         admission.canary = canary
         pool.late_joiners.admit = admission.admit
-        probe = Probe(config, RolloutSection(), PROMPT) if config.probe_tokens else None
+        probe = Probe(config, RolloutSection(max_response_tokens=4), PROMPT) if probes else None
 
         def stream_of_call() -> Any:
             return publisher.make_stream()

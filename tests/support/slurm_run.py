@@ -35,12 +35,11 @@ class SlurmRun:
     def __init__(self, slurm: Slurm, tmp_path: Path, model: Path) -> None:
         self.slurm, self.run = slurm, Run(tmp_path, model)
         self.run.reward.write_text(REWARD)
-        fleet_port, master_port = free_ports(2)
+        (fleet_port,) = free_ports(1)
         self.settings = (
             *(f"--reward.name=python:{self.run.reward}:paced", f"--train.iterations={ITERATIONS}"),
             *("--checkpoint.every=1", "--inference.num_instances=2", "--pool.timeout_s=240"),
-            *(f"--pool.fleet_port={fleet_port}", f"--cluster.master_port={master_port}"),
-            *("--cluster.patience_s=300", "--cluster.lease_s=4"),
+            f"--pool.fleet_port={fleet_port}",
         )
 
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.config.critic_section import CriticSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
@@ -68,7 +67,6 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
         *,
         dtype: str = "float32",
         device: Device | None = None,
-        critic: Mapping[str, float | str] | None = None,
         **options: float | str,
     ) -> MegatronTrainer:
         def section(kind: type) -> dict[str, float | str]:
@@ -82,7 +80,6 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
             AlgorithmSection(**section(AlgorithmSection)),
             OptimizerSection(**{"learning_rate": 1e-2} | section(OptimizerSection)),
             TrainSection(**{"iterations": 10} | section(TrainSection)),
-            CriticSection(**critic or {}),
         )
 
     return make

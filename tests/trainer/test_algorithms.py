@@ -32,7 +32,7 @@ from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
 
 EVERYTHING: dict[str, dict[str, Any]] = {
-    "grpo": {"kl_coef": 0.2, "old_policy": "model", "importance": "token_mask", "importance_low": 0.9},
+    "grpo": {"kl_coef": 0.2, "old_policy": "model", "importance": "token_mask", "importance_high": 1.1},
     "dr_grpo": {"scale_by_std": "batch", "old_policy": "rollout", "mask_truncated": True},
     "dapo": {"overlong_tokens": 6, "mask_truncated": True, "old_policy": "model"},
     "rloo": {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1", "entropy_coef": 0.05},
@@ -49,7 +49,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
     "cispo": {"old_policy": "rollout", "clip_high": 0.02, "entropy_coef": 0.1},
     "sapo": {"old_policy": "model", "normalize": "token"},
     "dppo": {"old_policy": "rollout", "options": {"delta": 0.005}},
-    "maxrl": {"importance": "sequence_mask", "importance_low": 0.95, "importance_high": 1.1},
+    "maxrl": {"importance": "sequence_mask", "importance_high": 1.05},
     "gdpo": {"entropy_coef": 0.05, "mode": "synchronous"},
     "pf_ppo": {"kl_coef": 0.3, "kl_in": "reward"},
     "online_dpo": {"mask_truncated": True},
@@ -215,14 +215,14 @@ IN_LAYOUTS: dict[str, dict[str, Any]] = {
     "rloo": {"kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k3", "entropy_coef": 0.05},
     "reinforce_pp_baseline": {"mask_truncated": True, "kl_coef": 0.0},
     "gdpo": {"entropy_coef": 0.05, "kl_coef": 0.0},
-    "dapo": {"teacher_coef": 0.5, "importance": "token_mask", "importance_low": 0.9, "old_policy": "model"},
+    "dapo": {"teacher_coef": 0.5, "importance": "token_mask", "importance_high": 1.1, "old_policy": "model"},
     "online_dpo": {"kl_coef": 0.0},
 }
 """What is computed across ranks: entropies, the KL of rollouts, a teacher of another shape, totals, pairs."""
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "grpo": {"entropy_coef": 0.05, "kl_coef": 0.3},
     "gspo": {"clip_low": 0.02, "clip_high": 0.02, "old_policy": "model", "entropy_coef": 0.05},
-    "dapo": {"importance": "token_mask", "importance_low": 0.9, "old_policy": "model"},
+    "dapo": {"importance": "token_mask", "importance_high": 1.1, "old_policy": "model"},
     "gdpo": IN_LAYOUTS["gdpo"],
 }
 """Terms besides the advantages, a ratio of responses, corrections, and totals."""
@@ -268,22 +268,12 @@ def test_two_ranks_train_what_one_does(
         assert corrected == [sum(row["num_corrected"] for row in rows) for rows in of["rows"]]
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"name": "reinforce_pp_baseline"}, r"before the first advantage, but train\.mode is 'periodic': set it to"),
-        (
-            {"name": "reinforce_pp_baseline", "mode": "synchronous", "clip_low": 0.1, "scale_by_std": True},
-            r"'reinforce_pp_baseline' does not use algorithm\.scale_by_std: remove them",
-        ),
-        ({"name": "sapo", "clip_low": 0.1}, r"'sapo' does not use algorithm\.clip_low: remove them"),
-    ],
-)
 def test_what_the_trainer_cannot_give_an_algorithm_is_refused(
-    settings: dict[str, Any], says: str, tiny_model: Callable[..., Path], make_trainer: Callable[..., MegatronTrainer]
+    tiny_model: Callable[..., Path], make_trainer: Callable[..., MegatronTrainer]
 ) -> None:
+    says = r"before the first advantage, but train\.mode is 'periodic': set it to"
     with pytest.raises(ConfigError, match=says):
-        make_trainer(tiny_model("qwen3"), **settings)
+        make_trainer(tiny_model("qwen3"), name="reinforce_pp_baseline")
 
 
 def test_a_reward_that_an_algorithm_cannot_use_is_named(
@@ -295,6 +285,3 @@ def test_a_reward_that_an_algorithm_cannot_use_is_named(
     huge = replace(group, rewards=(1e9, *group.rewards[1:]))
     with pytest.raises(RewardError, match=r"'pf_ppo' weighs a rollout by \|reward\| \*\* 2, but a reward is 1e\+09"):
         train_batch(make_trainer(tiny_model("qwen3"), name="pf_ppo"), [huge])
-    infinite = replace(group, rewards=(float("inf"), *group.rewards[1:]))
-    with pytest.raises(RewardError, match="has the reward inf: expected a finite number"):
-        train_batch(make_trainer(tiny_model("qwen3"), name="reinforce_pp_baseline", mode="synchronous"), [infinite])

@@ -31,7 +31,7 @@ from trainer.hf.weight_map import Layout, tied_head, weight_map
 from trainer.model import logprobs
 from trainer.trainer import MegatronTrainer
 
-ONE_RANK = Shares(1, 1, 1, sequence=False, num_replicas=1, distributed_optimizer=False)
+ONE_RANK = Shares(1, 1, 1, sequence=False, num_replicas=1)
 
 
 def config_with(**sections: dict[str, Any]) -> Config:

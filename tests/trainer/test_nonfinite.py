@@ -42,18 +42,16 @@ def accumulate(trainer: MegatronTrainer, groups: list[Group], poison: float | No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
 @pytest.mark.parametrize("poison", [float("inf"), float("nan"), 1e30])
 def test_no_step_is_taken_and_training_goes_on_as_if_the_batch_had_not_been(
     poison: float,
-    distributed_optimizer: bool,
     dtype: str,
     tiny_model: Callable[..., Path],
     make_trainer: MakeTrainer,
     ragged_groups: list[Group],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    options = {"dtype": dtype, "distributed_optimizer": distributed_optimizer, "old_policy": "lagged"}
+    options = {"dtype": dtype, "old_policy": "lagged"}
     trainer, undisturbed = (make_trainer(tiny_model("qwen3"), **options) for _ in range(2))
     for each in (trainer, undisturbed):
         accumulate(each, ragged_groups)

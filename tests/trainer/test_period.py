@@ -18,6 +18,7 @@ from async_rl.tracking.recorder import Recorder
 from async_rl.training_order import TrainingOrder
 from async_rl.types import Group, Publication
 from tests.support.trainer.replayed_rollouts import ReplayedRollouts
+from trainer.policy import optimizer
 from trainer.trainer import MegatronTrainer
 
 NUM_ITERATIONS = 3
@@ -50,17 +51,20 @@ class UnpublishedTrainer:
 
 @pytest.fixture
 def trained(
-    tiny_model: Callable[..., Path], make_trainer: Callable[..., MegatronTrainer], ragged_groups: list[Group]
+    tiny_model: Callable[..., Path],
+    make_trainer: Callable[..., MegatronTrainer],
+    ragged_groups: list[Group],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Mapping[str, torch.Tensor]]:
     """`trained(mode=..., order=..., arrival=seed)` -> the weights after a few iterations."""
 
     def run(mode: str, order: str, arrival: int) -> Mapping[str, torch.Tensor]:
+        # Adam divides a gradient by its own size: with less, rounding decides where it is nearly zero.
+        monkeypatch.setattr(optimizer, "EPS", 1e-3)
         megatron = make_trainer(
             tiny_model("qwen3", tied=True),
             kl_coef=0.1,
             learning_rate=1e-3,
-            # Adam divides a gradient by its own size: with less, rounding decides where it is nearly zero.
-            eps=1e-3,
             iterations=NUM_ITERATIONS,
         )
         rollouts = ReplayedRollouts(ragged_groups, random.Random(arrival), all_at_once=mode == "synchronous")

@@ -22,6 +22,7 @@ from tests.support.trainer import layout_worker
 from tests.support.trainer.layout_worker import Job
 from trainer.forward_backward import PackedPass, TwoStagePass
 from trainer.parallel import Parallel
+from trainer.policy import optimizer
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]
@@ -69,10 +70,10 @@ def test_loss_gradient_metrics_and_weights_are_those_of_training_all_groups(
         "old_policy": old_policy,
         "normalize": normalize,
         "micro_batch_tokens": max_tokens,
-        "eps": 1e-3,
         "clip_low": 0.02,
         "clip_high": 0.05,
     }
+    monkeypatch.setattr(optimizer, "EPS", 1e-3)
     ours = steps(make_trainer(tiny_model("qwen3", tied=True), **options), windows)
     monkeypatch.setattr(GRPO, "has_gradient", lambda *_: True)
     expected = steps(make_trainer(tiny_model("qwen3", tied=True), **options), windows)
@@ -111,17 +112,15 @@ def test_no_backward_is_run_for_them(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_batch_without_any_gradient_is_a_step_on_momentum_alone(
     dtype: str,
-    distributed_optimizer: bool,
     tiny_model: Callable[..., Path],
     make_trainer: MakeTrainer,
     mixed: list[Group],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     windows = [[[group] for group in mixed], [[equal(group)] for group in mixed]]
-    options = {"dtype": dtype, "distributed_optimizer": distributed_optimizer}
+    options = {"dtype": dtype}
     (_, second), rows, weights = steps(make_trainer(tiny_model("qwen3"), **options), windows)
     assert second.grad_norm == 0.0 and second.loss == 0.0 and second.num_untrained == 6 and not second.skipped
     assert second.metrics["entropy"] > 0 and len(rows) == 12
@@ -136,7 +135,7 @@ def test_batch_without_any_gradient_is_a_step_on_momentum_alone(
 LAYOUTS = {
     "TP2": ("dense", {"tensor_parallel": 2, "sequence_parallel": True}),
     "PP2": ("dense", {"pipeline_parallel": 2}),
-    "DP2": ("dense", {"distributed_optimizer": True}),
+    "DP2": ("dense", {}),
     "EP2 over two replicas": ("moe", {"expert_parallel": 2}),
 }
 

@@ -21,7 +21,7 @@ from async_rl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_DECIDING = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "critic", "train")
+_DECIDING = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "train")
 _MAY_CHANGE = {
     *("train.iterations", "train.epochs", "train.logprob_noise", "train.exact"),
     *("reward.timeout_s", "reward.num_workers", "reward.max_concurrency", "reward.max_attempts"),
@@ -31,7 +31,7 @@ _MAY_CHANGE = {
     "rollout.gateway_host",
     *("optimizer.learning_rate", "optimizer.schedule", "optimizer.min_learning_rate_ratio"),
     "optimizer.warmup_iterations",
-    "critic.learning_rate",
+    "algorithm.options.critic_learning_rate",
 }
 _OF_A_START = {"run.dir", "run.resume", "run.accept_changes", "pool.instances"}
 """Others at every start."""
@@ -64,12 +64,15 @@ def deciding_settings(config: Config) -> dict[str, Any]:
 
     A setting left to a built-in algorithm has the value that this has for it.
     """
-    tree = config.model_dump(mode="json")
-    sections = [section for section in _DECIDING if section != "reward"]
-    settings = {f"{section}.{key}": value for section in sections for key, value in tree[section].items()}
+    settings = {
+        key: value
+        for key, value in _flat(config.model_dump(mode="json")).items()
+        if key.partition(".")[0] in _DECIDING and not key.startswith("reward.")
+    }
     settings["run.seed"] = config.run.seed
     if not config.algorithm.is_own:
         algorithm = ALGORITHMS[config.algorithm.name](config.algorithm, config.rollout.max_response_tokens)
+        settings |= {f"algorithm.options.{key}": value for key, value in algorithm.options.model_dump().items()}
         for key in ("clip_low", "clip_high", "normalize", "scale_by_std"):
             settings[f"algorithm.{key}"] = getattr(algorithm, key)
     mixture = settings["prompts.mixture"]
@@ -80,6 +83,13 @@ def deciding_settings(config: Config) -> dict[str, Any]:
     for part in reward.parts:
         settings |= _reward_settings(f"{_PARTS}{part.known_as}.", part, reward.single_rewards[part.known_as])
     return {key: value for key, value in settings.items() if _setting(key) not in _MAY_CHANGE}
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value of a config as JSON, with each option of the algorithm as a key of its own."""
+    settings = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
+    options = settings.pop("algorithm.options", {})
+    return settings | {f"algorithm.options.{key}": value for key, value in options.items()}
 
 
 def _reward_settings(prefix: str, reward: RewardSettings, alone: RewardSettings) -> dict[str, Any]:
@@ -123,9 +133,9 @@ def require_same_run(
         differing = content_changes(saved_contents, contents)
         same_places = set() if differing else _PLACES | _place_of_algorithm(saved_contents, contents)
     differing += [
-        f"{key} is {now.get(key)!r}, but was {value!r}"
-        for key, value in before.items()
-        if now.get(key) != value and _setting(key) not in same_places
+        f"{key} is {now.get(key)!r}, but was {before.get(key)!r}"
+        for key in before | now
+        if now.get(key) != before.get(key) and _setting(key) not in same_places
     ]
     if not differing:
         return
@@ -142,14 +152,14 @@ def require_same_run(
 def _say_what_may_change(saved: Mapping[str, Any], config: Config) -> None:
     """Warns of settings that are others than the saved run's and decide nothing, or may change: the rate, limits, the
     layout. Where the run and its instances are differs at every start."""
+    before, now = _flat(saved), _flat(config.model_dump(mode="json"))
     changes = [
-        f"{section}.{key} is {value!r}, but was {saved[section][key]!r}"
-        for section, settings in config.model_dump(mode="json").items()
-        for key, value in settings.items()
-        if f"{section}.{key}" not in _OF_A_START
-        and key in saved.get(section, {})
-        and saved[section][key] != value
-        and (section not in _DECIDING or f"{section}.{key}" in _MAY_CHANGE)
+        f"{key} is {value!r}, but was {before[key]!r}"
+        for key, value in now.items()
+        if key not in _OF_A_START
+        and key in before
+        and before[key] != value
+        and (key.partition(".")[0] not in _DECIDING or key in _MAY_CHANGE)
     ]
     if changes:
         log.warning("settings have changed since the checkpoint:\n  %s", "\n  ".join(changes))

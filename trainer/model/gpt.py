@@ -22,7 +22,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.model_shape import ModelShape
-from async_rl.preflight.layout import require_layout
 from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
@@ -146,12 +145,7 @@ def build_model(
     section: TrainerSection,
     kind: type[SharedPromptGPT] = SharedPromptGPT,
 ) -> SharedPromptGPT:
-    """This rank's part of a model of this shape with undefined weights, in `dtype` throughout.
-
-    Raises:
-        ConfigError: the layout is not among those known to train this model exactly.
-    """
-    require_layout(section, shape, parallel.num_ranks)
+    """This rank's part of a model of this shape with undefined weights, in `dtype` throughout."""
     config = TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,

@@ -153,7 +153,7 @@ def _version(package: str) -> str:
         return "(not installed)"
 
 
-SHOWN = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "critic", "train", "trainer")
+SHOWN = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "train", "trainer")
 """Sections that decide what was trained; others name hosts, ports and directories."""
 
 PROSE = ("system_prompt", "stop")

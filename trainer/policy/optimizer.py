@@ -14,6 +14,9 @@ from trainer.policy.optimizer_state import ParameterState, parameter_states, set
 
 CLIP_EPS = 1e-6
 
+BETA1, EPS = 0.9, 1e-8
+"""AdamW's own defaults, which other trainers have, too."""
+
 MAX_SKIPS_IN_A_ROW = 3
 """A gradient spike is caused by one batch, and every batch is sampled again; weights whose gradient is not finite on
 several batches in a row will not recover, and continuing would waste the run's time."""
@@ -155,9 +158,9 @@ def _make_adam(section: OptimizerSection, policy: DistributedDataParallel, distr
         optimizer="adam",
         lr=section.learning_rate,
         weight_decay=section.weight_decay,
-        adam_beta1=section.beta1,
+        adam_beta1=BETA1,
         adam_beta2=section.beta2,
-        adam_eps=section.eps,
+        adam_eps=EPS,
         clip_grad=0.0,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,

@@ -13,7 +13,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.errors import ConfigError
 from async_rl.model_shape import ModelShape
 from async_rl.preflight.model import find_checkpoint, read_shape
 from trainer.hf.weights import load_hf_weights
@@ -71,8 +70,7 @@ def load_tri_model(
         teacher: checkpoint of a frozen model with the same vocabulary.
 
     Raises:
-        ConfigError: a checkpoint's weights do not fit its config, or the layout does not fit the model; there is no
-            such teacher, or its vocabulary is another one.
+        ConfigError: a checkpoint's weights do not fit its config, or there is no such teacher.
     """
     policy = build_model(shape, dtype, parallel, section)
     load_hf_weights(policy, checkpoint)
@@ -86,11 +84,6 @@ def load_tri_model(
         assert teacher is not None
         source = find_checkpoint(teacher)
         its_shape = read_shape(source, "algorithm.teacher")
-        if its_shape.vocab_size != shape.vocab_size:
-            raise ConfigError(
-                f"algorithm.teacher {teacher!r} has a vocabulary of {its_shape.vocab_size} tokens, the policy one of "
-                f"{shape.vocab_size}: a teacher scores the policy's tokens, so it must use the same tokenizer"
-            )
         model = build_model(its_shape, dtype, parallel, section)
         load_hf_weights(model, source)
         return FrozenModel(model, section.frozen_weights, parallel.device.DEVICE)
@@ -106,6 +99,6 @@ def load_tri_model(
 def with_gradient_sums(model: SharedPromptGPT, parallel: Parallel, section: TrainerSection) -> DistributedDataParallel:
     """The model with Megatron's fp32 buffers, in which gradients add up."""
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=section.shares_optimizer(parallel.num_replicas)
+        grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.num_replicas > 1
     )
     return DistributedDataParallel(model.config, config, model)

@@ -22,9 +22,7 @@ def open_trackers(section: TrackingSection, run_dir: Path, first_iteration: int,
 
     def start(name: str) -> TrackerThread:
         logged = LoggedSteps(run_dir, name)
-        run = TrackedRun(
-            run_dir, section.project, section.name or run_dir.resolve().name, logged.key, first_iteration, shown
-        )
+        run = TrackedRun(run_dir, section.project, run_dir.resolve().name, logged.key, first_iteration, shown)
         return TrackerThread(name, lambda: _make(name, run), None if name == TENSORBOARD else logged)
 
     return Trackers([start(name) for name in dict.fromkeys(section.trackers)])

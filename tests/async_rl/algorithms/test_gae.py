@@ -9,7 +9,6 @@ import torch
 
 from async_rl.algorithms.gae import AdvantageEstimation
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.config.critic_section import CriticSection
 from tests.support.algorithms import single_turns
 
 FACTORS = ((1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.97, 1.0))
@@ -24,9 +23,7 @@ def rng() -> random.Random:
 
 
 def estimation(algorithm: dict[str, object] | None = None, **critic: float) -> AdvantageEstimation:
-    return AdvantageEstimation(
-        CriticSection.model_validate(critic), AlgorithmSection.model_validate({"name": "ppo", **(algorithm or {})})
-    )
+    return AdvantageEstimation(AlgorithmSection.model_validate({"name": "ppo", "options": critic, **(algorithm or {})}))
 
 
 def in_a_loop(rewards: list[float], values: list[float], gamma: float, factor: float) -> list[float]:

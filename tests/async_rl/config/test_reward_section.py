@@ -72,7 +72,10 @@ def of(name: str, **options: object) -> str:
     [
         ('[reward]\nname="math"\n[[reward.parts]]\nname="exact"', r"reward\.name is 'math', but there are also"),
         ('[[reward.parts]]\nname="math"\n[[reward.parts]]\nname="math"', r"\[\[reward\.parts\]\] are called 'math'"),
-        ('[reward]\nname="math"\ncolumn="r"', r"reward\.column is 'r', but there are no \[\[reward\.parts\]\]"),
+        (
+            '[reward]\nname="math"\ncolumn="r"',
+            r"reward\.column is 'r' and has no effect here: set \[\[reward\.parts\]\]",
+        ),
         ('[[reward.parts]]\nname="math"\nweigth=2', r"unknown key 'reward\.parts\.0\.weigth'.*mean 'weight'"),
         ("[[reward.parts]]\nweight=2", r"missing key 'reward\.parts\.0\.name'"),
         ('[[reward.parts]]\nname="math"\nweight=inf', r"reward\.parts\.0\.weight: Input should be"),
@@ -91,7 +94,14 @@ def of(name: str, **options: object) -> str:
         (of("http", url="http://u:p@a"), r"options\.url: it contains a user or a password.*got 'http://\*\*\*@a'"),
         (of("http", token_from="abc"), r"reward\.options\.token_from: String should match .*\(got '\*\*\*'\)"),
         (of("math", url="http://a"), r"'math' has the options none: correct reward\.options\.url: Extra"),
-        ('[reward.options]\na=1\n[[reward.parts]]\nname="regex"', r"'regex': .*correct reward\.options\.a: Extra"),
+        (
+            '[reward.options]\na=1\n[[reward.parts]]\nname="regex"',
+            r"'regex': \[reward\.options\], which it takes over: .*\.options\.a: Extra",
+        ),
+        (
+            '[reward.options]\ntest_timeout_s=1\n[[reward.parts]]\nname="code"\n[[reward.parts]]\nname="f1"',
+            r"^[^\n]*'f1': \[reward\.options\], which it takes over: [^\n]* write options of one part below it[^\n]*$",
+        ),
         ('[[reward.parts]]\nname="http"\noptions.url="a"', r"'http': .* reward\.options\.url: it is no URL"),
         (
             '[reward]\nname="http"\nurl="http://a"',
@@ -100,6 +110,6 @@ def of(name: str, **options: object) -> str:
         ("[reward]\ntimeout_s=3", r"reward\.name is not set, but rollout\.program"),
     ],
 )
-def test_a_mistake_is_named_with_its_key(tmp_path: Path, reward: str, message: str) -> None:
+def test_a_mistake_is_named_with_its_key_and_once(tmp_path: Path, reward: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         require_reward(load(tmp_path, reward))

@@ -5,7 +5,7 @@ import pytest
 
 from async_rl.config.file import load_config
 from async_rl.config.keys import kinds_of
-from async_rl.config.sections import Config
+from async_rl.config.sections import NEEDS, Config
 from async_rl.errors import ConfigError
 from async_rl.protocol.inference import InitInfo
 from tests.support.minimal_config import MINIMAL
@@ -128,7 +128,12 @@ def test_epochs_of_a_mixture_are_refused_and_those_of_its_only_part_counted(conf
 
 
 def test_a_critic_is_not_alone_in_all_epochs(config_file: Path) -> None:
-    words = ["--train.iterations=null", "--train.epochs=1", "--algorithm.name=ppo", "--critic.iterations_alone=10"]
+    words = [
+        "--train.iterations=null",
+        "--train.epochs=1",
+        "--algorithm.name=ppo",
+        "--algorithm.options.critic_iterations_alone=10",
+    ]
     config = load_config(config_file, words)
     assert config.with_iterations(44).train.num_iterations == 11
     with pytest.raises(ConfigError, match=r"alone is 10, but train\.iterations is 10 \(train\.epochs = 1\)"):
@@ -200,3 +205,49 @@ def test_texts_have_no_zero_character(config_file: Path, name: str) -> None:
 def test_an_argument_of_an_engine_has_no_zero_character(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"inference\.engine_options\.0: String should match"):
         load_config(config_file, ["--inference.engine=vllm", '--inference.engine_options=["\\u0000"]'])
+
+
+WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
+    "prompts.curriculum_order=descending": (
+        "--prompts.curriculum_iterations=1",
+        "--prompts.columns.difficulty=d",
+    ),
+    **{
+        f"rollout.{key}": ("--rollout.program=python:x.py:play",)
+        for key in (
+            *("max_turns=3", "max_context_tokens=2000", "renderer=template", "timeout_s=3", "truncated_reward=1"),
+            *("max_attempts=1", "max_concurrent=9", "max_concurrent_per_environment=9", "num_workers=2"),
+            "gateway_host=0.0.0.0",
+        )
+    },
+    **{
+        f"reward.{key}": ("--reward.name=code",)
+        for key in ("timeout_s=300", "num_workers=2", "max_concurrency=2", "max_attempts=2", "options.test_timeout_s=1")
+    },
+    "reward.column=which": ('--reward.parts=[{name = "math"}]',),
+    "algorithm.kl_estimator=k1": ("--algorithm.kl_coef=0.1",),
+    "algorithm.kl_in=reward": ("--algorithm.kl_coef=0.1",),
+    "algorithm.importance_high=3": ("--algorithm.importance=token_mask",),
+    "algorithm.teacher_coef=2": ("--algorithm.teacher=t",),
+    "inference.tensor_parallel=2": ("--inference.engine=vllm",),
+    'inference.engine_options=["--x"]': ("--inference.engine=vllm",),
+}
+"""Settings that differ from their defaults, and what they need."""
+
+
+def test_what_needs_another_setting_is_complete() -> None:
+    named = {word.partition("=")[0] for word in WITHOUT_EFFECT}
+    needing = {f"{need.section}.{key}" for need in NEEDS for key in need.keys.split()}
+    assert {".".join(name.split(".")[:2]) for name in named} == needing
+
+
+@pytest.mark.parametrize("word", WITHOUT_EFFECT)
+def test_a_setting_without_an_effect_is_refused_with_what_it_needs(config_file: Path, word: str) -> None:
+    name = ".".join(word.partition("=")[0].split(".")[:2])
+    alone = []
+    if name.startswith("reward."):
+        config_file.write_text(MINIMAL.replace('[reward]\nname = "math"\n', ""))
+        alone = ["--rollout.program=python:x.py:play"]
+    with pytest.raises(ConfigError, match=rf"{name} is .* and has no effect here: set .*, or remove {name}"):
+        load_config(config_file, [*alone, f"--{word}"])
+    load_config(config_file, [f"--{word}", *WITHOUT_EFFECT[word]])

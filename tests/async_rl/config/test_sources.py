@@ -89,7 +89,7 @@ def test_every_key_has_a_source(tmp_path: Path) -> None:
         ("reward.options", {"token_from": "hidden"}, {"token_from": MASK}),
         ("rollout.max_response_tokens", 512, 512),
         ("rollout.stop_token_ids", (1, 2), [1, 2]),
-        ("critic.path", None, None),
+        ("algorithm.options.critic_path", None, None),
         ("prompts.system_prompt", "", ""),
         ("cluster.env", {"PGPASSWORD": "hidden"}, {"PGPASSWORD": MASK}),
         ("cluster.env", {"clientSecret": "hidden"}, {"clientSecret": MASK}),

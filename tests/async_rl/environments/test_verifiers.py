@@ -1,5 +1,5 @@
 """What needs no verifiers: mistakes in names and data, and a Python that cannot serve; the rest is in
-`test_real_verifiers.py`."""
+`../gateway/test_real_verifiers.py`."""
 
 import asyncio
 import sys

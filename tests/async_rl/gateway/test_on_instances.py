@@ -13,9 +13,9 @@ from async_rl.config.file import parse_config
 from async_rl.config.pool_section import PoolSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.event_loop import EventLoopThread
-from async_rl.gateway.programs import make_group_maker
 from async_rl.pool.inference_pool import InferencePool
 from async_rl.rewards import make_reward
+from async_rl.rollout.program_rollouts import make_group_maker
 from async_rl.types import Batch, Group, Prompt
 from benchmarks.common.local_producer import LocalProducer as Producer
 from benchmarks.common.running_instance import launch

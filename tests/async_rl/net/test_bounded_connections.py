@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from async_rl.config.pool_section import PoolSection
-from async_rl.dashboard.__main__ import DashboardServer
-from async_rl.dashboard.page import Dashboard
 from async_rl.event_loop import EventLoopThread
 from async_rl.fleet.server import FleetServer
 from async_rl.net import bounded_connections, bounded_site
@@ -24,7 +22,7 @@ from async_rl.net.bounded_connections import first_reserved, most_waiting
 from async_rl.net.bounded_http import BoundedHttp
 from async_rl.net.listener import listen, url_for_others
 from tests.support import ROOT
-from tests.support.gateway_rig import GatewayRig
+from tests.support.parts import needs_part
 from tests.support.synthetic_run import SyntheticRun
 
 HALF = b"POST /fleet/register HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"
@@ -34,7 +32,7 @@ WORDS = {
     "half a body": HALF,
     "kept alive": b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n",
 }
-SERVERS = ("fleet endpoint", "gateway", "dashboard")
+SERVERS = ("fleet endpoint", *(pytest.param(part, marks=needs_part(part)) for part in ("gateway", "dashboard")))
 
 
 @pytest.fixture(params=SERVERS)
@@ -49,11 +47,16 @@ def url(
 
     def start() -> str:
         if request.param == "gateway":
+            from tests.support.gateway_rig import GatewayRig
+
             monkeypatch.setattr("async_rl.gateway.gateway.IDLE_S", bounded_connections.SILENCE_S)
             rig = GatewayRig(loop, lambda context, seed: "yes")
             ends.append(rig.close)
             return rig.gateway.url
         if request.param == "dashboard":
+            from async_rl.dashboard.__main__ import DashboardServer
+            from async_rl.dashboard.page import Dashboard
+
             listener = listen("the dashboard", "127.0.0.1", 0, None)
             server = DashboardServer(Dashboard([]), listener)
             loop.run(server.__aenter__())
@@ -183,6 +186,7 @@ def test_a_part_of_the_descriptors_is_for_connections_and_another_for_none(monke
         assert (most_waiting(), first_reserved()) == (most, first)
 
 
+@needs_part("dashboard")
 @pytest.mark.distributed
 @pytest.mark.parametrize("words", WORDS)
 def test_a_program_with_few_descriptors_answers_and_logs_nothing(

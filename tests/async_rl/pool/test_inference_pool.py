@@ -165,7 +165,7 @@ def test_unreachable_instance_that_lost_the_weights_does_not_return(instances, p
 
 def test_a_group_waits_for_an_instance_that_joins(instances, pools: Pools, caplog: pytest.LogCaptureFixture) -> None:
     dying, late = instances({"die_at": 0}, {"version": "default"})
-    pool = pools.make(dying, timeout_s=20, join="now")
+    pool = pools.make(dying, timeout_s=20)
 
     async def admit(member: Member) -> None:
         late.rescript(version="v1")
@@ -265,7 +265,7 @@ def test_an_instance_that_was_started_anew_has_no_weights(instances, pools: Pool
 
 def test_a_refused_admission_is_not_tried_again_with_the_same_version(instances, pools: Pools) -> None:
     first, late = instances({}, {"version": "default"})
-    pool = pools.make(first, join="now")
+    pool = pools.make(first)
     tried: list[str] = []
 
     async def admit(member: Member) -> None:

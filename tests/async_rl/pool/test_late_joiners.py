@@ -1,7 +1,6 @@
 """Who is put in service between two publishes, and on what evidence."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -16,10 +15,9 @@ from tests.support import virtual_time
 A, B = "http://a:1", "http://b:2"
 
 
-def stage(join: str = "now") -> tuple[Roster, LateJoiners, Member]:
+def stage() -> tuple[Roster, LateJoiners, Member]:
     """One instance in service with v1, and one that came later."""
-    settings: Any = {"join": join, "instances": (A,)}
-    roster = Roster(PoolSection(**settings), None)
+    roster = Roster(PoolSection(instances=(A,)), None)
     first = roster.add(A)
     roster._membership.end_publish("v1", [first.standing], {A: "boot-a"})
     return roster, LateJoiners(roster), roster.add(B)
@@ -36,13 +34,11 @@ async def nothing_to_do(member: Member) -> None:
     return
 
 
-@pytest.mark.parametrize(
-    ("join", "has_way", "expected"), [("now", True, True), ("now", False, False), ("publish", True, False)]
-)
-def test_nobody_joins_without_the_setting_and_a_way(join: str, has_way: bool, expected: bool) -> None:
-    roster, joiners, late = stage(join)
+@pytest.mark.parametrize("has_way", [True, False])
+def test_nobody_joins_without_a_way(has_way: bool) -> None:
+    roster, joiners, late = stage()
     joiners.admit = nothing_to_do if has_way else None
-    assert joiners.may_admit(late) is expected
+    assert joiners.may_admit(late) is has_way
     assert not joiners.may_admit(roster.members[0]), "it serves already"
 
 

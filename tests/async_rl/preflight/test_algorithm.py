@@ -10,6 +10,7 @@ from async_rl.config.file import parse_config
 from async_rl.errors import ConfigError
 from async_rl.preflight.model import ModelFiles, require_other_models
 from tests.support.minimal_config import minimal_tree
+from tests.support.published_models import WEIGHTS
 
 SIZES = {
     "vocab_size": 96,
@@ -25,13 +26,14 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", **SIZES, **changes}))
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").touch()
+    (folder / "model.safetensors").write_bytes(WEIGHTS)
     return folder
 
 
 def require(teacher: Path | str, policy: Path, **trainer: int) -> None:
     tree = minimal_tree() | {"algorithm": {"teacher": str(teacher)}, "trainer": trainer}
-    require_other_models(parse_config(tree, "here"), ModelFiles.find(str(policy)), serves=True)
+    num_ranks = trainer.get("tensor_parallel", 1)
+    require_other_models(parse_config(tree, "here"), ModelFiles.find(str(policy)), num_ranks)
 
 
 def test_a_teacher_of_another_shape_with_the_same_vocabulary_passes(tmp_path: Path) -> None:
@@ -66,6 +68,6 @@ def test_a_teacher_that_is_not_there_is_named_by_its_setting(tmp_path: Path) -> 
 
 def test_a_critic_that_cannot_read_the_policys_tokens_is_named_by_its_setting(tmp_path: Path) -> None:
     policy, other = checkpoint(tmp_path / "p"), checkpoint(tmp_path / "c", vocab_size=128)
-    tree = minimal_tree() | {"algorithm": {"name": "ppo"}, "critic": {"path": str(other)}}
-    with pytest.raises(ConfigError, match=r"critic\.path .*/c' has a vocabulary of 128 tokens, .* reads the policy's"):
-        require_other_models(parse_config(tree, "here"), ModelFiles.find(str(policy)), serves=True)
+    tree = minimal_tree() | {"algorithm": {"name": "ppo", "options": {"critic_path": str(other)}}}
+    with pytest.raises(ConfigError, match=r"critic_path .*/c' has a vocabulary of 128 tokens, .* reads the policy's"):
+        require_other_models(parse_config(tree, "here"), ModelFiles.find(str(policy)), 1)

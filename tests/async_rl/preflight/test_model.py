@@ -20,7 +20,7 @@ from async_rl.preflight.model import (
     with_room,
 )
 from tests.support.minimal_config import minimal_tree
-from tests.support.published_models import CONFIGS
+from tests.support.published_models import CONFIGS, WEIGHTS
 
 QWEN3 = CONFIGS["Qwen/Qwen3-8B"]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -36,7 +36,7 @@ def config_of(**sections: dict[str, Any]) -> Config:
 def checkpoint(folder: Path, config: Any = None, tokenizer: Any = None, **files: str) -> Path:
     (folder / "config.json").write_text(json.dumps(QWEN3 if config is None else config))
     (folder / "tokenizer_config.json").write_text(json.dumps({} if tokenizer is None else tokenizer))
-    (folder / "model.safetensors").touch()
+    (folder / "model.safetensors").write_bytes(WEIGHTS)
     for name, text in files.items():
         (folder / name.replace("_json", ".json").replace("_jinja", ".jinja")).write_text(text)
     return folder
@@ -72,7 +72,7 @@ def test_the_hub_is_asked_once_for_a_file_that_it_does_not_give(monkeypatch: pyt
         raise ConnectionError("no route to the hub")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
-    for setting in ("model.path", "critic.path"):
+    for setting in ("model.path", "algorithm.options.critic_path"):
         with pytest.raises(ConfigError, match=rf"{setting} 'nobody/nothing' is neither .*: no route to the hub; give"):
             ModelFiles.find("nobody/nothing", setting)
     assert asked == [("nobody/nothing", "config.json")]
@@ -115,6 +115,29 @@ def test_a_chat_template_is_found_wherever_it_is_kept(tmp_path: Path, where: str
         require_trainable(config, files)
 
 
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x02\0\0\0\0\0\0\0[]"])
+def test_weights_that_are_no_safetensors_are_named_before_a_start(tmp_path: Path, content: bytes) -> None:
+    (checkpoint(tmp_path, tokenizer={"chat_template": "x"}) / "model.safetensors").write_bytes(content)
+    config = config_of(model={"path": str(tmp_path)})
+    (missing,) = find_missing_files(config)
+    assert "cannot be read as safetensors" in str(missing)
+    with pytest.raises(ConfigError, match=r"model\.safetensors' cannot be read as safetensors .* download it again"):
+        require_trainable(config, ModelFiles.find(str(tmp_path)))
+
+
+@pytest.mark.parametrize("positions", ["4096", 4096.0, True, 0])
+def test_positions_that_are_no_number_are_not_taken_for_no_limit(tmp_path: Path, positions: Any) -> None:
+    files = ModelFiles.find(str(checkpoint(tmp_path, {**QWEN3, "max_position_embeddings": positions})))
+    with pytest.raises(ConfigError, match=r"has max_position_embeddings = .*: expected a number from 1"):
+        require_fit(config_of(), files)
+
+
+def test_a_token_cannot_use_more_experts_than_there_are(tmp_path: Path) -> None:
+    config = {**QWEN3, **EXPERTS, "model_type": "qwen3_moe", "num_experts_per_tok": 9}
+    with pytest.raises(ConfigError, match=r"has num_experts_per_tok = 9 .*: expected at most its 8 experts"):
+        _ = ModelFiles.find(str(checkpoint(tmp_path, config))).shape
+
+
 def test_weights_have_to_be_safetensors(tmp_path: Path) -> None:
     (checkpoint(tmp_path, tokenizer={"chat_template": "x"}) / "model.safetensors").rename(tmp_path / "model.bin")
     with pytest.raises(ConfigError, match=r"has no \*\.safetensors: save its weights"):
@@ -132,7 +155,6 @@ def files_of(**config: Any) -> ModelFiles:
         (61, 40, 100, "lower prompts.max_prompt_tokens to at most 60"),
         (1, 100, 100, "lower rollout.max_response_tokens below 100"),
         (60, 40, None, None),
-        (60, 40, "100", None),
     ],
 )
 def test_the_longest_sequence_has_to_fit_to_the_token(
@@ -190,8 +212,8 @@ TOO_LONG = "n" * 300
 
 
 def test_a_path_that_cannot_even_be_looked_at_is_an_error_with_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"critic\.path 'n+' cannot be read: File name too long"):
-        ModelFiles.find(TOO_LONG, "critic.path")
+    with pytest.raises(ConfigError, match=r"critic_path 'n+' cannot be read: File name too long"):
+        ModelFiles.find(TOO_LONG, "algorithm.options.critic_path")
     config = config_of(model={"path": TOO_LONG}, algorithm={"teacher": TOO_LONG})
     assert find_missing_files(config) == [], "find_faults names it"
     assert any("model.path" in str(fault.error) for fault in find_faults(config, trains=True, serves=True))

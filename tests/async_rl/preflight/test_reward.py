@@ -12,6 +12,7 @@ from async_rl.errors import ConfigError
 from async_rl.preflight.reward import require_reward, require_time_for_tests
 from async_rl.preflight.reward_rows import require_answers, require_columns, require_parts_of_rows
 from tests.support.minimal_config import minimal_tree
+from tests.support.parts import needs_part
 
 
 def require(folder: Path, text: str, function: str = "score") -> None:
@@ -79,14 +80,18 @@ def test_a_name_of_no_reward_is_refused(name: str) -> None:
         require_reward(RewardSection(name=name))
 
 
-def test_tests_of_code_need_a_sandbox_and_time_for_one_in_each_response(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_reward(RewardSection(name="code"))
+def test_tests_of_code_need_time_for_one_in_each_response() -> None:
     config = {**minimal_tree(), "reward": {"name": "code"}, "rollout": {"responses_per_prompt": 8}}
     require_time_for_tests(Config.model_validate(config))
     config["rollout"] = {"responses_per_prompt": 16}
     with pytest.raises(ConfigError, match=r"timeout_s = 30 is too short .* 16 responses: set it to at least 53\.33"):
         require_time_for_tests(Config.model_validate(config))
     require_time_for_tests(Config.model_validate({**config, "reward": {"name": "math"}}))
+
+
+@needs_part("sandbox")
+def test_tests_of_code_need_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_reward(RewardSection(name="code"))
     monkeypatch.setattr("async_rl.sandbox.probe.find_bubblewraps", list)
     monkeypatch.setattr("async_rl.sandbox.probe.has_sandlock", lambda: False)
     with pytest.raises(ConfigError, match="untrusted programs need a sandbox: install bubblewrap"):
@@ -98,7 +103,6 @@ def test_tests_of_code_need_a_sandbox_and_time_for_one_in_each_response(monkeypa
     [
         ({"name": "bleu"}, r"reward\.name is 'bleu': expected math, multiple_choice, .* or python:"),
         ({"name": "python:none.py:score"}, r"there is no file 'none\.py'"),
-        ({"name": "http"}, r"reward\.options\.url: it is missing"),
         (
             {"name": "http", "options": {"url": "http://127.0.0.1:1", "token_from": "file:/none"}},
             "which cannot be read",

@@ -167,6 +167,6 @@ def test_epochs_are_counted_where_the_rows_are_known(
 
 
 def test_epochs_in_which_the_critic_is_always_alone_are_an_error(workplace: Path) -> None:
-    sections: dict[str, dict[str, object]] = {"algorithm": {"name": "ppo"}, "critic": {"iterations_alone": 3}}
+    sections: dict[str, dict[str, object]] = {"algorithm": {"name": "ppo", "options": {"critic_iterations_alone": 3}}}
     (said,) = try_out(config(train={"iterations": None, "epochs": 2}, **sections)).errors
     assert "the policy would never learn" in said

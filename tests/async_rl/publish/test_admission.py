@@ -42,13 +42,19 @@ class DueCanary:
 
 
 def admit(
-    offer: Offer | None, dialect: Dialect, *, canary: bool = False, hangs: bool = False, **settings: Any
+    offer: Offer | None,
+    dialect: Dialect,
+    *,
+    canary: bool = False,
+    mode: str = "first",
+    hangs: bool = False,
+    **settings: Any,
 ) -> list[str]:
     """The calls that were made."""
     member = ready_member("a")
     instance: Any = Instance(dialect, hangs)
     member.client = instance
-    admission = Admission(PublishSection(**settings))
+    admission = Admission(PublishSection.model_validate({"canary": mode, **settings}))
     admission.offer = offer
     stand_in: Any = DueCanary() if canary else None
     admission.canary = stand_in
@@ -64,7 +70,12 @@ def admit(
     ("offer", "dialect", "canary", "words"),
     [
         (None, EMBEDDED, False, "there is no weight snapshot yet"),
-        (OFFER, VLLM, False, r"its engine \(vllm\) is compared with the trainer then \(publish\.probe_tokens\)"),
+        (
+            OFFER,
+            VLLM,
+            False,
+            r"its engine \(vllm\) is compared with the trainer then \(unless publish\.canary",
+        ),
         (OFFER, EMBEDDED, True, r"it has to show then .* \(publish\.canary\)"),
     ],
 )
@@ -75,11 +86,11 @@ def test_one_that_cannot_be_proven_now_joins_with_the_next_publish(
         admit(offer, dialect, canary=canary)
 
 
-@pytest.mark.parametrize(("dialect", "probe_tokens"), [(EMBEDDED, 8), (EMBEDDED, 0), (VLLM, 0)])
-def test_another_takes_every_step_of_an_update(dialect: Dialect, probe_tokens: int) -> None:
+@pytest.mark.parametrize(("dialect", "mode"), [(EMBEDDED, "first"), (EMBEDDED, "off"), (VLLM, "off")])
+def test_another_takes_every_step_of_an_update(dialect: Dialect, mode: str) -> None:
     steps = ["pause", "start_weight_update", "update_weights"]
     proofs = ["weight_fingerprints", "finish_weight_update", "resume", "weight_version"]
-    assert admit(OFFER, dialect, probe_tokens=probe_tokens) == steps + proofs
+    assert admit(OFFER, dialect, mode=mode) == steps + proofs
 
 
 def test_all_of_it_ends_in_time_because_the_next_publish_waits() -> None:

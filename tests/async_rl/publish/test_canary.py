@@ -72,7 +72,7 @@ def test_a_canary_goes_first_and_only_those_that_follow_it_get_the_true_weights(
     options = {"snapshot_dir": tmp_path, "transport": "snapshot"} if how == "snapshot" else {}
     trainer = ScriptedTrainer()
     publisher, pool = publishing.make(
-        sound, broken, canary=make_canary(), source=trainer.source, probe_tokens=0, **options
+        sound, broken, canary=make_canary(), source=trainer.source, probes=False, **options
     )
 
     def publish(version: str) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def test_a_pool_that_fails_the_canary_as_a_whole_ends_the_publish_with_the_class
 ) -> None:
     (broken,) = start_receivers_once({"shift": STALE_SHIFT["q"]})
     trainer = ScriptedTrainer()
-    publisher, _ = publishing.make(broken, canary=make_canary("always"), source=trainer.source, probe_tokens=0)
+    publisher, _ = publishing.make(broken, canary=make_canary("always"), source=trainer.source, probes=False)
     with pytest.raises(PublishError, match="computes with a stale copy of q"):
         publisher.publish("run-0")
     assert trainer.strengths == {}
@@ -112,7 +112,7 @@ def test_one_that_no_stale_copy_explains_is_asked_again_alone_with_constant_clas
 ) -> None:
     sound, broken = start_receivers_once({}, {"shift": -5.0, "server": "0.33.0"})
     trainer = ScriptedTrainer()
-    publisher, pool = publishing.make(sound, broken, canary=make_canary(), source=trainer.source, probe_tokens=0)
+    publisher, pool = publishing.make(sound, broken, canary=make_canary(), source=trainer.source, probes=False)
     assert publisher.publish("run-0").instances == (sound.url,)
     assert "equal values of no other class than q mend that" in str(pool.members[1].reason)
     # The canary and one search; the canary and the true weights.
@@ -126,13 +126,13 @@ def test_in_exact_mode_an_instance_with_any_difference_fails_the_canary(
 ) -> None:
     (rounds_otherwise,) = start_receivers_once({"shift": 1e-7})
     source = ScriptedTrainer().source
-    publisher, _ = publishing.make(rounds_otherwise, canary=make_canary(exact=True), source=source, probe_tokens=0)
+    publisher, _ = publishing.make(rounds_otherwise, canary=make_canary(exact=True), source=source, probes=False)
     with pytest.raises(
         PublishError, match=r"1\.\d\de-07 nats per token .* train.exact allows no difference: start it with"
     ):
         publisher.publish("run-0")
     rounds_otherwise.rescript(shift=0.0)
-    publisher, _ = publishing.make(rounds_otherwise, canary=make_canary(exact=True), source=source, probe_tokens=0)
+    publisher, _ = publishing.make(rounds_otherwise, canary=make_canary(exact=True), source=source, probes=False)
     assert publisher.publish("run-1").instances
 
 

@@ -333,7 +333,7 @@ def test_a_draining_instance_gets_no_weights(
 def test_a_late_joiner_loads_the_snapshot_and_serves_in_the_middle_of_a_period(
     well: list[Any], make_publisher: MakePublisher, loop: EventLoopThread, tmp_path: Path
 ) -> None:
-    publisher, pool = make_publisher(well[0], join="now", snapshot_dir=tmp_path)
+    publisher, pool = make_publisher(well[0], snapshot_dir=tmp_path)
     loop.run(pool.wait_until_ready())
     publish(publisher, "run-0", 7.0)
     late = register(loop, pool, well[1])
@@ -346,7 +346,7 @@ def test_a_late_joiner_loads_the_snapshot_and_serves_in_the_middle_of_a_period(
 def test_a_late_joiner_that_fails_stays_out_until_the_next_publish(
     well: list[Any], make_publisher: MakePublisher, loop: EventLoopThread, tmp_path: Path
 ) -> None:
-    publisher, pool = make_publisher(well[0], join="now", snapshot_dir=tmp_path, timeout_s=1.0)
+    publisher, pool = make_publisher(well[0], snapshot_dir=tmp_path, timeout_s=1.0)
     loop.run(pool.wait_until_ready())
     publish(publisher, "run-0")
     well[1].rescript(hang="update")
@@ -358,19 +358,14 @@ def test_a_late_joiner_that_fails_stays_out_until_the_next_publish(
 
 
 def test_a_late_joiner_that_must_be_compared_waits_for_the_next_publish(
-    well: list[Any],
-    make_publisher: MakePublisher,
-    loop: EventLoopThread,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    well: list[Any], make_publisher: MakePublisher, loop: EventLoopThread, tmp_path: Path
 ) -> None:
-    publisher, pool = make_publisher(well[0], join="now", snapshot_dir=tmp_path)
+    publisher, pool = make_publisher(well[0], snapshot_dir=tmp_path)
     loop.run(pool.wait_until_ready())
     publish(publisher, "run-0")
     well[1].rescript(owner="vllm")
     late = register(loop, pool, well[1])
     wait_until(lambda: "compared with the trainer" in (late.reason or ""))
-    assert caplog.text.count("pool.join = 'now' has no effect on such engines, unless probe_tokens is 0") == 1
     assert "/pause" not in well[1].seen()["calls"][-5:]
     assert set(publish(publisher, "run-1", score=Scorer())) == {well[0].url, well[1].url}
 

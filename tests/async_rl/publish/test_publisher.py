@@ -195,12 +195,12 @@ def test_a_sender_whose_producer_is_lost_amid_a_publish_serves_the_next_one(well
                 raise ProducerLost("its process has ended")
             return answer
 
-        lost, _ = make_publisher(*well, through=RemoteSender(call), probe_tokens=0)
+        lost, _ = make_publisher(*well, through=RemoteSender(call), probes=False)
         with pytest.raises(ProducerLost):
             publish(lost, "run-0")
         sender.leave_group()
         begun = time.monotonic()
-        other, _ = make_publisher(*well, through=remote(sender), probe_tokens=0)
+        other, _ = make_publisher(*well, through=remote(sender), probes=False)
         assert publish(other, "run-1") == tuple(instance.url for instance in well)
         assert time.monotonic() - begun < 5.0, "no instance waits for the lost one until its timeout"
         assert [instance.sums() for instance in well] == [sums()] * 3

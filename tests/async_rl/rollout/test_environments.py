@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.environments.openenv import open_environment
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import make_reward
 from async_rl.rollout.program import ProgramPrompt, RolloutResult
@@ -24,6 +23,7 @@ from async_rl.rollout.rollout_figures import MAX_ENVIRONMENTS
 from async_rl.rollout.session import RolloutSession
 from async_rl.types import Batch, Group, Prompt
 from benchmarks.common.local_producer import LocalProducer as Producer
+from tests.support.parts import needs_part
 from tests.support.scripted_pool import ScriptedPool
 
 WAIT_S = 60.0
@@ -187,7 +187,10 @@ async def listening(server: Server) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
+@needs_part("environments")
 def test_an_openenv_server_is_asked_for_no_more_sessions_than_it_has(make, loop: EventLoopThread) -> None:
+    from async_rl.environments.openenv import open_environment
+
     async def play(url: str) -> None:
         async with open_environment(url) as environment:
             assert (await environment.reset()).done

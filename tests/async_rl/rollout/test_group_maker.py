@@ -15,17 +15,17 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import RolloutFailed
 from async_rl.evaluation.figures import ScoredPrompt
-from async_rl.gateway.programs import make_group_maker
 from async_rl.protocol.inference import SamplingParams
 from async_rl.rewards import make_reward
 from async_rl.rollout.group_maker import GroupMaker, SingleTurns
 from async_rl.rollout.program import ProgramFailed, ProgramPrompt, RolloutResult
-from async_rl.rollout.program_rollouts import ProgramRollouts, make_program_rollouts
+from async_rl.rollout.program_rollouts import ProgramRollouts, make_group_maker, make_program_rollouts
 from async_rl.rollout.session import RolloutSession
 from async_rl.seeds import RESPONSE_BITS, evaluation_seed
 from async_rl.types import Prompt, Response, Scores
 from tests.support.groups import make_response
 from tests.support.minimal_config import minimal_tree
+from tests.support.parts import needs_part
 from tests.support.scripted_pool import ScriptedPool
 
 PROMPT = Prompt("7", (3, 4), {"answer": 1})
@@ -75,7 +75,14 @@ def test_it_samples_as_the_set_says_and_scores_what_was_said() -> None:
     assert tokenizer.skipped == [False]
 
 
-@pytest.mark.parametrize(("program", "kind"), [("single_turn", SingleTurns), ("command:true", ProgramRollouts)])
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [
+        ("single_turn", SingleTurns),
+        (f"python:{__file__}:play", ProgramRollouts),
+        pytest.param("command:true", ProgramRollouts, marks=needs_part("gateway")),
+    ],
+)
 def test_a_run_has_one_maker_by_its_program(
     program: str, kind: type[GroupMaker], tiny_model: Callable[..., Path]
 ) -> None:

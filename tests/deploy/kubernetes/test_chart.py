@@ -16,8 +16,8 @@ from async_rl.config.file import load_config
 from async_rl.fleet.metrics import INSTANCE_GAUGES, RUN_GAUGES
 from deploy.kubernetes.__main__ import CHART
 from deploy.kubernetes.training_pod import MAY_PASS
-from deploy.ray import __main__ as ray_launcher
 from tests.support import ROOT
+from tests.support.parts import needs_part
 from tests.support.strict_schema import check
 
 pytestmark = pytest.mark.distributed
@@ -254,9 +254,12 @@ def test_the_dashboard_shows_every_metric_of_the_endpoint_and_no_other(objects_o
     assert all(any(name.removeprefix(f"async_rl{of}") in listed for of in ("_instance", "")) for name in shown)
 
 
+@needs_part("ray")
 def test_the_entrypoint_of_a_ray_job_is_a_command_of_the_launcher_with_the_port_that_is_monitored(
     objects_of: Callable[[str], list[Any]], tmp_path: Path
 ) -> None:
+    from deploy.ray import __main__ as ray_launcher
+
     objects = objects_of("ray")
     job = one(objects, "RayJob")["spec"]
     python, dash, module, path, *words = shlex.split(job["entrypoint"])

@@ -107,7 +107,7 @@ def test_the_token_is_in_no_value(values_of: VALUES, monkeypatch: pytest.MonkeyP
 
 
 def test_instances_wait_without_limit_since_kubernetes_would_only_load_them_again(values_of: VALUES) -> None:
-    command = values_of({"cluster.patience_s": 60})["instances"]["command"]
+    command = values_of({})["instances"]["command"]
     assert parse_options(command[3:]).patience_s is None
 
 

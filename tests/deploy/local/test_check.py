@@ -248,7 +248,7 @@ def test_a_config_whose_name_looks_like_markup_is_named_as_it_is(
 
 
 @pytest.mark.parametrize(
-    "words", [["--algorithm.teacher", "other"], ["--algorithm.name=ppo", "--critic.path", "other"]]
+    "words", [["--algorithm.teacher", "other"], ["--algorithm.name=ppo", "--algorithm.options.critic_path", "other"]]
 )
 def test_config_json_alone_is_enough_for_the_other_models_too(
     words: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]

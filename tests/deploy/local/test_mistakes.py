@@ -210,7 +210,7 @@ MISTAKES = {
     ),
     "options of vLLM for the embedded engine": Mistake(
         ("--inference.engine_options", '["--seed=3"]'),
-        says=("inference.engine_options is ['--seed=3'] with inference.engine = 'transformers'",),
+        says=("inference.engine_options is ('--seed=3',) and has no effect here", "inference.engine to 'vllm'"),
     ),
     "workers of the embedded engine": Mistake(
         ("--inference.tensor_parallel", "2"), says=("inference.tensor_parallel is 2", "inference.engine to 'vllm'")
@@ -239,7 +239,6 @@ MISTAKES = {
         says=("needs 2 devices: trainer.num_processes = 1", "there are none", "nvidia-smi"),
     ),
     "the embedded engine on an NPU": Mistake(("--trainer.device", "npu"), says=("set inference.engine to 'vllm'",)),
-    "joining at once without a place": Mistake(("--pool.join", "now"), says=("publish.snapshot_dir is not set",)),
 }
 
 ASKED = (

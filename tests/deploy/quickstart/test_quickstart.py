@@ -161,7 +161,7 @@ def test_the_summary_shows_the_folder_as_it_is_called() -> None:
     counts = ("seed", "iterations", "num_responses", "seconds", "tokens_per_s", "on_policy", "max_logprob_gap")
     summary = {**dict.fromkeys((*ends, *counts), 1), "task": "t", "phases_s": {}, "device_split": {"cores": {}}}
     show_summary(console, summary, Path("runs/[/b][lr=1]"))
-    assert "runs/[/b][lr=1]/report.html" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "runs/[/b][lr=1]/model" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_python_beside_the_project_is_taken_where_this_one_has_no_vllm(tmp_path: Path) -> None:

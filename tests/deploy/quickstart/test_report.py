@@ -6,6 +6,7 @@ import pytest
 
 from deploy.quickstart.kind import KINDS
 from deploy.quickstart.report import is_on_policy, render, summarize
+from tests.support.parts import needs_part
 
 SPELLING = KINDS["spelling"]
 ITERATIONS = 12
@@ -64,6 +65,7 @@ def summary(metrics: list[dict[str, Any]], ledger: list[dict[str, Any]]) -> dict
     )
 
 
+@needs_part("dashboard")
 def test_the_report_is_the_page_of_the_run_below_what_was_measured_before_and_after(
     tmp_path: Path, summary: dict[str, Any], metrics: list[dict[str, Any]]
 ) -> None:

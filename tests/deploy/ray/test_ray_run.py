@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deploy.ray.supervisor import PLACEMENT_TIMEOUT_S
 from tests.support.local_run import gone
 from tests.support.ray_cluster import RayNodes, RayRun, needs_ray, proven, ray_nodes
 
@@ -114,11 +115,11 @@ def test_a_killed_launcher_leaves_nothing_behind_and_lets_the_trainer_save(run: 
 
 
 def test_a_group_without_room_fails_in_time_and_says_what_was_asked_and_what_was_free(run: RayRun) -> None:
-    run.start("--cluster.training_cores=64", "--cluster.placement_timeout_s=3")
-    assert run.finish(60) == 1
+    run.start("--cluster.training_nodes=5")
+    assert run.finish(PLACEMENT_TIMEOUT_S + 60) == 1
     said = run.output.read_text()
     assert "NotPlaced" in said and "has not placed training" in said, said
-    assert "1 x CPU 64. Free: CPU" in said and "on all hosts together" in said, said
+    assert "5 x CPU 2, each on a host of its own. Free: CPU" in said and "on all hosts together" in said, said
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "garbage"])

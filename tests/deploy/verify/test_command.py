@@ -50,17 +50,23 @@ def test_a_folder_is_emptied_only_if_a_verification_made_it(tmp_path: Path) -> N
 
 
 def test_every_stage_is_short_repeatable_and_free_of_what_is_beside_training(run: Run, tmp_path: Path) -> None:
-    words = ("--publish.canary=off", "--algorithm.name=ppo", "--critic.iterations_alone=50", "--train.iterations=99")
+    words = (
+        "--publish.canary=off",
+        "--algorithm.name=ppo",
+        "--algorithm.options.critic_iterations_alone=50",
+        "--train.iterations=99",
+    )
     config = load_config(run.config, words)
     as_run = load_config(run.config, common_overrides(config, words, tmp_path, 3, 2))
     assert (as_run.train.iterations, as_run.train.order, as_run.checkpoint.every) == (3, "prompt", 0)
-    assert as_run.critic.iterations_alone == 2
+    assert as_run.algorithm.critic.critic_iterations_alone == 2
     assert as_run.inference.num_instances == 2
     assert as_run.publish.canary == "first" and not as_run.evaluation.sets
+    of_one = load_config(run.config, common_overrides(config, words, tmp_path, 1, 1))
+    assert of_one.algorithm.critic.critic_iterations_alone == 0
     words = ("--train.iterations=null", "--train.epochs=2")
     of_epochs = load_config(run.config, common_overrides(load_config(run.config, words), words, tmp_path, 3, 2))
     assert of_epochs.train.iterations == 3
-    assert load_config(run.config, common_overrides(config, (), tmp_path, 1, 1)).critic.iterations_alone == 0
 
 
 @pytest.mark.parametrize(

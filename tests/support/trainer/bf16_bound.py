@@ -24,9 +24,10 @@ The choice of experts is discontinuous, so it has no such bound: these models us
 
 import torch
 
+from trainer.policy.optimizer import BETA1
+
 UNIT_ROUNDOFF = 2.0**-8
-BETA1 = 0.9
-STEP = {"learning_rate": 200.0, "eps": 100.0, "beta1": BETA1}
+LEARNING_RATE, EPS = 200.0, 100.0
 ADAM = 1.02
 
 ROUNDINGS_PER_LAYER = 12

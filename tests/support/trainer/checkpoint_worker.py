@@ -99,7 +99,6 @@ def make_trainer(config: Config, parallel: Parallel) -> MegatronTrainer:
         config.algorithm,
         config.optimizer,
         config.train,
-        config.critic,
     )
 
 

@@ -19,7 +19,7 @@ from async_rl.config.trainer_section import TrainerSection
 from async_rl.token_arrays import Logprobs
 from async_rl.types import Group
 from tests.support.trainer import layout_worker
-from tests.support.trainer.bf16_bound import STEP, bound, roundings
+from tests.support.trainer.bf16_bound import EPS, LEARNING_RATE, bound, roundings
 from tests.support.trainer.layout_matrix import PACKED_TOKENS, Case
 from tests.support.trainer.layout_worker import Job
 from trainer.forward_backward import Pass, make_passes
@@ -69,6 +69,7 @@ class OneRank:
     def job(self, case: Case, number: int = 0) -> Job:
         checkpoint = self._checkpoint(case)
         groups = self._sample(checkpoint)
+        bf16: dict[str, Any] = {"optimizer": {"learning_rate": LEARNING_RATE}, "eps": EPS}
         return Job(
             str(number),
             str(checkpoint),
@@ -76,7 +77,7 @@ class OneRank:
             [groups, groups[:0:-1]],
             case.section,
             {"kl_coef": 0.1 if case.reference else 0.0, "old_policy": case.old_policy},
-            optimizer=STEP if case.dtype == "bfloat16" else {},
+            **(bf16 if case.dtype == "bfloat16" else {}),
             dtype=case.dtype,
         )
 

@@ -82,7 +82,6 @@ class Case:
     tied: bool
     split: bool
     recompute: str
-    distributed_optimizer: bool
     reference: bool = True
     frozen_weights: str = "device"
     old_policy: str = "reuse"
@@ -91,7 +90,6 @@ class Case:
     @property
     def section(self) -> dict[str, Any]:
         return self.placement.keys | {
-            "distributed_optimizer": self.distributed_optimizer,
             "recompute": self.recompute,
             "frozen_weights": self.frozen_weights,
             "micro_batch_tokens": SPLIT_TOKENS if self.split else PACKED_TOKENS,
@@ -123,7 +121,6 @@ class Case:
             "tied" if self.tied else "untied",
             "split" if self.split else "packed",
             f"recompute {self.recompute}",
-            *["distributed optimizer"] * self.distributed_optimizer,
             *["no reference"] * (not self.reference),
             *[f"frozen on {self.frozen_weights}"] * (self.frozen_weights != "device"),
             *[f"old policy {self.old_policy}"] * (self.old_policy != "reuse"),

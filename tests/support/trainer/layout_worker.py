@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save_file
 
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.config.critic_section import CriticSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
@@ -28,6 +27,7 @@ from tests.support.finished_groups import Arriving
 from tests.support.trainer.own_stores import OwnStores
 from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel
+from trainer.policy import optimizer
 from trainer.trainer import MegatronTrainer
 
 LEARNING_RATE = 1e-3
@@ -44,8 +44,8 @@ class Job:
     algorithm: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
-    critic: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
+    eps: float = 1e-3
 
     @property
     def placement(self) -> dict[str, Any]:
@@ -81,16 +81,16 @@ def _deal(number: int, group: Group, num_replicas: int) -> int:
 
 
 def make_trainer(job: Job, parallel: Parallel, section: TrainerSection) -> MegatronTrainer:
+    # Adam divides a gradient by its own size: without a larger eps, rounding decides the steps of tiny gradients.
+    optimizer.EPS = job.eps
     return MegatronTrainer(
         parallel,
         section,
         ModelSection(path=job.checkpoint, dtype=job.dtype),
         RolloutSection(),
         AlgorithmSection(**{"kl_coef": 0.1, **job.algorithm}),
-        # Adam divides a gradient by its own size: without a larger eps, rounding decides the steps of tiny gradients.
-        OptimizerSection(**{"learning_rate": LEARNING_RATE, "eps": 1e-3, **job.optimizer}),
+        OptimizerSection(**{"learning_rate": LEARNING_RATE, **job.optimizer}),
         TrainSection(iterations=10, **job.train),
-        CriticSection(**job.critic),
     )
 
 

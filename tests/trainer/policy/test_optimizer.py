@@ -20,13 +20,13 @@ def test_steps_equal_torch_adamw(
     hf_gradients: Callable[[MegatronTrainer], dict[str, torch.Tensor]],
 ) -> None:
     trainer = make_trainer(
-        tiny_model("qwen2"), learning_rate=1e-2, warmup_iterations=2, weight_decay=0.1, clip_grad_norm=0.05, beta1=0.8
+        tiny_model("qwen2"), learning_rate=1e-2, warmup_iterations=2, weight_decay=0.1, clip_grad_norm=0.05
     )
     weights = {spec.name: tensor.clone().requires_grad_() for spec, tensor in trainer.export.stream()}
     decayed = [w for w in weights.values() if w.dim() > 1]
     spared = [w for w in weights.values() if w.dim() == 1]
     adam = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}], betas=(0.8, 0.95)
+        [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}], betas=(0.9, 0.95)
     )
     for learning_rate in (0.5e-2, 1e-2, 1e-2):
         for group in ragged_groups:

@@ -8,7 +8,7 @@ import pytest
 from async_rl.config.reward_section import RewardSection
 from async_rl.event_loop import EventLoopThread
 from async_rl.rewards import make_reward
-from async_rl.rewards.code import extract_code
+from async_rl.sandbox.code import extract_code
 from async_rl.types import Prompt
 from tests.support.groups import text_responses
 

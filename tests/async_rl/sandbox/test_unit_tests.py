@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.rewards.run_tests import same_output
-from async_rl.rewards.unit_tests import AssertTests, InputOutputTests, unit_tests
+from async_rl.sandbox.run_tests import same_output
+from async_rl.sandbox.unit_tests import AssertTests, InputOutputTests, unit_tests
 
 PAIRS = InputOutputTests(("1\n", "2"), ("a", "b\n"))
 

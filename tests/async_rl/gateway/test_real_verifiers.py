@@ -26,9 +26,10 @@ from async_rl.types import Prompt
 from tests.support import ROOT
 from tests.support.agent_tokenizer import VOCAB_SIZE, make_agent_tokenizer
 from tests.support.gateway_rig import VERSION, GatewayRig, gateway_rig
+from tests.support.parts import needs_part
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.agents, pytest.mark.distributed]
+pytestmark = [pytest.mark.agents, pytest.mark.distributed, needs_part("environments")]
 
 PYTHON = os.environ.get("ASYNC_RL_VERIFIERS_PYTHON", str(ROOT / ".venv-verifiers/bin/python"))
 EXAMPLE = ROOT / "examples" / "verifiers"

@@ -16,9 +16,9 @@ from typing import Any
 from async_rl.config.reward_section import CodeOptions, RewardSection
 from async_rl.rewards.base import USED_SHARE, correct_at
 from async_rl.rewards.function import RewardFunction
-from async_rl.rewards.run_tests import run_tests
-from async_rl.rewards.unit_tests import unit_tests
 from async_rl.sandbox import Limits, Sandbox, open_sandbox
+from async_rl.sandbox.run_tests import run_tests
+from async_rl.sandbox.unit_tests import unit_tests
 from async_rl.types import Prompt, Response
 
 FENCED = re.compile(r"^([ \t]*)```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)

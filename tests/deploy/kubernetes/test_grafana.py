@@ -1,14 +1,16 @@
 """The Grafana dashboard asks for what the fleet endpoint exposes, all of it, and lies on Grafana's grid."""
 
+import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from async_rl.config.pool_section import PoolSection
 from async_rl.fleet.metrics import RUN_GAUGES, FleetMetrics
 from async_rl.pool.inference_pool import InferencePool
 from tests.support import ROOT
@@ -16,6 +18,13 @@ from tests.support import ROOT
 DASHBOARD = json.loads((ROOT / "deploy" / "kubernetes" / "chart" / "files" / "dashboard.json").read_text())
 PANELS: list[dict[str, Any]] = DASHBOARD["panels"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel.get("targets", ())]
+
+
+@pytest.fixture
+def pool() -> Iterator[InferencePool]:
+    pool = InferencePool(PoolSection(instances=("http://10.0.0.1:8000",)))
+    yield pool
+    asyncio.run(pool.close())
 
 
 def exposed(pool: InferencePool) -> dict[str, set[str]]:
@@ -26,13 +35,13 @@ def exposed(pool: InferencePool) -> dict[str, set[str]]:
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 
 
-def test_it_asks_for_all_that_is_exposed_and_for_nothing_else(make_pool: Callable[..., InferencePool]) -> None:
+def test_it_asks_for_all_that_is_exposed_and_for_nothing_else(pool: InferencePool) -> None:
     asked = {name for query in QUERIES for name in re.findall(r"\basync_rl_\w+", query)}
-    assert asked == exposed(make_pool("http://10.0.0.1:8000")).keys()
+    assert asked == exposed(pool).keys()
 
 
-def test_it_groups_and_names_by_labels_that_are_there(make_pool: Callable[..., InferencePool]) -> None:
-    labels_of = exposed(make_pool("http://10.0.0.1:8000"))
+def test_it_groups_and_names_by_labels_that_are_there(pool: InferencePool) -> None:
+    labels_of = exposed(pool)
     for panel in PANELS:
         for target in panel.get("targets", ()):
             (name, *_) = re.findall(r"\basync_rl_\w+", target["expr"])

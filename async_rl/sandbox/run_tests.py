@@ -10,9 +10,9 @@ from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import Any
 
-from async_rl.rewards.unit_tests import AssertTests, InputOutputTests, UnitTests
 from async_rl.sandbox import Limits, Sandbox
 from async_rl.sandbox.process import SandboxProcess
+from async_rl.sandbox.unit_tests import AssertTests, InputOutputTests, UnitTests
 
 MAX_BYTES = 16 * 2**20
 """Of what a program prints in one test, or what a function returns, as JSON."""
