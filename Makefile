@@ -72,15 +72,15 @@ test-vllm: $(READY) $(VLLM_READY)
 
 # Frameworks in environments of their own, as their users have them.
 test-agents: $(READY) $(AGENTS_READY) $(VERIFIERS_READY)
-	$(BIN)/python -m pytest -m agents tests/async_rl/gateway tests/async_rl/environments $(ARGS)
+	$(BIN)/python -m pytest -m agents tests/async_rl/parts/gateway tests/async_rl/parts/environments $(ARGS)
 
 # Experiment trackers, which write to this machine only.
 test-trackers: $(READY) $(TRACKERS_READY)
-	$(BIN)/python -m pytest -m trackers tests/async_rl/tracking $(ARGS)
+	$(BIN)/python -m pytest -m trackers tests/async_rl/records $(ARGS)
 
 # The dashboard in headless Chromium, which `make test` leaves out where there is none.
 test-browser: $(READY)
-	$(BIN)/python -m pytest -m browser tests/async_rl/dashboard $(ARGS)
+	$(BIN)/python -m pytest -m browser tests/async_rl/parts/dashboard $(ARGS)
 
 # Losses against TRL's, which `make test` leaves out where this environment is missing.
 test-peers: $(READY) $(PEERS_READY)

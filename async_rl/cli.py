@@ -5,7 +5,7 @@ import sys
 
 from async_rl import __version__
 from async_rl.errors import ConfigError
-from async_rl.programs.parts import PARTS, require_part
+from async_rl.shared.programs.parts import PARTS, require_part
 
 PROGRAMS = {
     "quickstart": ("deploy.quickstart", "a small model learns on this machine, both pools included"),
@@ -18,12 +18,18 @@ PROGRAMS = {
     "status": ("deploy.status", "the tasks, instances and progress of a run: async-rl status [--run RUN_DIR]"),
     "watch": ("deploy.watch", "the live view of a run that goes on or is over: async-rl watch RUN"),
     "trace": ("deploy.trace", "the last periods of a run for Perfetto: async-rl trace RUN [-o FILE] [--last N]"),
-    "dashboard": ("async_rl.dashboard", "runs in a browser, live: async-rl dashboard RUN [RUN2 ...]"),
-    "report": ("async_rl.dashboard.report", "the same page as one file: async-rl report RUN [RUN2 ...] -o FILE"),
-    "samples": ("async_rl.dashboard.sample_list", "prompts, responses, rewards: async-rl samples RUN [--worst N]"),
+    "dashboard": ("async_rl.parts.dashboard", "runs in a browser, live: async-rl dashboard RUN [RUN2 ...]"),
+    "report": ("async_rl.parts.dashboard.report", "the same page as one file: async-rl report RUN [RUN2 ...] -o FILE"),
+    "samples": (
+        "async_rl.parts.dashboard.sample_list",
+        "prompts, responses, rewards: async-rl samples RUN [--worst N]",
+    ),
     "export": ("trainer.export", "write a run's checkpoint for inference: async-rl export RUN --to DIR"),
     "serve": ("inference_service", "start one inference instance: async-rl serve --model PATH"),
-    "fleet": ("async_rl.fleet.cli", "the instances of a run that goes on: async-rl fleet ls | add | drain | remove"),
+    "fleet": (
+        "async_rl.rollouts.fleet.cli",
+        "the instances of a run that goes on: async-rl fleet ls | add | drain | remove",
+    ),
     "eval": ("deploy.local.evaluate", "score a model on a data set: async-rl eval MODEL --data SOURCE --reward NAME"),
 }
 
@@ -45,18 +51,18 @@ def main() -> None:
             for part in (part for part, package in PARTS.items() if module.startswith(package)):
                 require_part(part)
         except ConfigError as error:
-            from async_rl.programs.command_line import USAGE_ERROR
+            from async_rl.shared.programs.command_line import USAGE_ERROR
 
             print(f"async-rl {command}: {error}", file=sys.stderr)
             sys.exit(USAGE_ERROR)
         # For this program and all that it starts: files and folders of the working directory, such as random.py or
         # trainer/, must not replace modules of the same name.
         os.environ["PYTHONSAFEPATH"] = "1"
-        os.execv(sys.executable, [sys.executable, "-m", "async_rl.programs.start", module, *arguments])
+        os.execv(sys.executable, [sys.executable, "-m", "async_rl.shared.programs.start", module, *arguments])
     else:
         # What these import takes longer than all else here, and is needed by mistakes only.
         from async_rl.config.keys import nearest
-        from async_rl.programs.command_line import USAGE_ERROR
+        from async_rl.shared.programs.command_line import USAGE_ERROR
 
         near = nearest(command, PROGRAMS)
         meant = f"did you mean {near!r}? " if near else ""

@@ -1,6 +1,6 @@
 """Algorithm 1 of Periodic Asynchrony (arXiv 2511.18871) and nothing else.
 
-`Trainer` is implemented on Megatron by `trainer`, `PromptBatches` by `async_rl.data.prompts` and `Rollouts` by
+`Trainer` is implemented on Megatron by `trainer`, `PromptBatches` by `async_rl.rollouts.data.prompts` and `Rollouts` by
 `async_rl.producer.client`. Every training rank runs this same loop; the leader of each data-parallel replica gets
 groups of each batch from the producer, which gives each to one replica, and the replica's other ranks get them from it.
 """
@@ -11,13 +11,13 @@ from typing import Protocol
 
 from async_rl.config.train_section import TrainSection
 from async_rl.errors import ProducerLost, WaitTimedOut, WriteFailed
-from async_rl.group_proof import GroupProof
-from async_rl.ledger import Ledger
-from async_rl.selection.finished_groups import FinishedGroups
-from async_rl.step_stats import StepStats
-from async_rl.tracking.recorder import Recorder
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, Publication, WeightVersion
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.ledger import Ledger
+from async_rl.method.selection.finished_groups import FinishedGroups
+from async_rl.method.step_stats import StepStats
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Batch, Group, Publication, WeightVersion
+from async_rl.records.recorder import Recorder
 
 Window = Sequence[Sequence[Group]]
 """Micro-batches that are trained together, each made of whole groups."""

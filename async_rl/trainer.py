@@ -7,7 +7,7 @@ the user in place of the installed package. By this name the rank is the same wh
 import os
 import sys
 
-from async_rl.programs.start import leave_out_working_directory, run
+from async_rl.shared.programs.start import leave_out_working_directory, run
 
 if __name__ == "__main__":
     leave_out_working_directory()

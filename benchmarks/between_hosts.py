@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from async_rl.rollout.group_maker import SingleTurns
+from async_rl.rollouts.groups.group_maker import SingleTurns
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -37,15 +37,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.data.prompts import Tokenizer
-from async_rl.event_loop import EventLoopThread
-from async_rl.pool.inference_pool import InferencePool
-from async_rl.publish.publisher import Publisher
-from async_rl.rewards import make_reward
-from async_rl.token_arrays import TokenIds
-from async_rl.types import Batch, Prompt
-from async_rl.weights.sender import WeightSender, WeightSource
-from async_rl.weights.stream import TensorSpec
+from async_rl.method.token_arrays import TokenIds
+from async_rl.method.types import Batch, Prompt
+from async_rl.rollouts.data.prompts import Tokenizer
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.publish.publisher import Publisher
+from async_rl.rollouts.rewards import make_reward
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.weights.sender import WeightSender, WeightSource
+from async_rl.shared.weights.stream import TensorSpec
 from benchmarks.common.hosts import Host, Hosts, environment, why_not
 from benchmarks.common.link import Link, why_no_link
 from benchmarks.common.local_producer import LocalProducer as Producer

@@ -30,17 +30,17 @@ from typing import Any
 import torch.distributed as dist
 
 from async_rl.config.train_section import TrainSection
-from async_rl.event_loop import EventLoopThread
-from async_rl.net.listener import listen
+from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Batch, Group, Prompt, Response, WeightSpan
 from async_rl.producer.client import RemoteRollouts
 from async_rl.producer.dock import Docking, num_tokens
 from async_rl.producer.frames import Message
 from async_rl.producer.process import ProducerAddress
 from async_rl.producer.running_batch import BatchStarts, RunningBatch
 from async_rl.producer.server import ProducerServer
-from async_rl.token_arrays import Logprobs, TokenIds
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, Prompt, Response, WeightSpan
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.net.listener import listen
 from trainer.batching.packing import pack_windows
 
 VERSION = "v1"

@@ -30,8 +30,8 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.token_arrays import Logprobs, TokenIds
-from async_rl.types import Group, Prompt, Response
+from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.types import Group, Prompt, Response
 from benchmarks.common.memory import allocated
 from benchmarks.common.random_model import save_random_qwen3
 from trainer.devices import choose_device

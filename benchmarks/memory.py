@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 import torch
 
+from async_rl.checks.forecast.run_forecast import forecast_run
+from async_rl.checks.preflight.model import read_shape
 from async_rl.config.file import load_config
-from async_rl.forecast.run_forecast import forecast_run
-from async_rl.preflight.model import read_shape
 from benchmarks.common.random_model import SIZES, save_endless_qwen3, save_word_tokenizer
 
 DEFAULT = ("2M", "31M", "135M")

@@ -47,14 +47,14 @@ import torch
 from async_rl.config.file import parse_config
 from async_rl.config.pool_section import PoolSection
 from async_rl.config.sections import Config
-from async_rl.data.prompts import PromptSource
-from async_rl.group_proof import GroupProof
-from async_rl.pool.inference_pool import InferencePool
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.types import Batch, Response
 from async_rl.producer.dock import Docking
 from async_rl.producer.process import Given, ProducerAddress
 from async_rl.producer.program import serve
-from async_rl.protocol.inference import SamplingParams
-from async_rl.types import Batch, Response
+from async_rl.rollouts.data.prompts import PromptSource
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.shared.protocol.inference import SamplingParams
 from benchmarks.common.iteration import bound, run_iteration
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
 from benchmarks.common.running_instance import running_instance

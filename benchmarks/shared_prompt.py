@@ -37,8 +37,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.model_shape import ModelShape
-from async_rl.types import Group
+from async_rl.method.types import Group
+from async_rl.shared.model_shape import ModelShape
 from benchmarks.common.memory import allocated
 from benchmarks.common.random_group import random_group
 from benchmarks.common.unshared import samples_of

@@ -32,12 +32,12 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config.pool_section import PoolSection, PublishSection
-from async_rl.event_loop import EventLoopThread
-from async_rl.pool.inference_pool import InferencePool
-from async_rl.publish.publisher import Publisher
-from async_rl.weights.sender import WeightSender, WeightSource
-from async_rl.weights.store import StoreServer, join_rendezvous
-from async_rl.weights.stream import BUCKET_BYTES, TensorSpec, WeightGroup
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.publish.publisher import Publisher
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.weights.sender import WeightSender, WeightSource
+from async_rl.shared.weights.store import StoreServer, join_rendezvous
+from async_rl.shared.weights.stream import BUCKET_BYTES, TensorSpec, WeightGroup
 from benchmarks.common.random_model import save_random_qwen3
 from benchmarks.common.running_instance import running_instance
 

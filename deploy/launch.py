@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from async_rl.config.keys import nearest
 from async_rl.errors import ConfigError
-from async_rl.programs.command_line import USAGE_ERROR
-from async_rl.programs.parts import PARTS, require_part
+from async_rl.shared.programs.command_line import USAGE_ERROR
+from async_rl.shared.programs.parts import PARTS, require_part
 
 ENGINES = {
     "ray": "as actors of a Ray cluster",

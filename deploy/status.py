@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.locks.lease import Term, read_term
-from async_rl.locks.process_identity import has_died
-from async_rl.programs.command_line import USAGE_ERROR, Parser
-from async_rl.programs.error_text import error_text
-from async_rl.programs.parts import has_part, load_part
-from async_rl.protocol.fleet import FleetInfo
-from async_rl.tracking.run_records import RunRecords
+from async_rl.records.run_records import RunRecords
+from async_rl.shared.locks.lease import Term, read_term
+from async_rl.shared.locks.process_identity import has_died
+from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
+from async_rl.shared.programs.error_text import error_text
+from async_rl.shared.programs.parts import has_part, load_part
+from async_rl.shared.protocol.fleet import FleetInfo
 from deploy.cluster.fleet import read_fleet
 from deploy.cluster.kept_process import ENDED
 from deploy.cluster.restarts import num_trained
@@ -80,7 +80,7 @@ def read_status(run_dir: Path, token: str | None) -> Status:
 
 def _tasks_now(launch: Launch) -> tuple[Task, ...]:
     if launch.launcher is not None and has_died(launch.launcher):
-        # Its processes have ended with it, however it ended: see `async_rl.programs.process_guard`.
+        # Its processes have ended with it, however it ended: see `async_rl.shared.programs.process_guard`.
         return tuple(task if task.state in ENDED else replace(task, state=LEFT) for task in launch.tasks)
     if launch.engine != "slurm":
         return launch.tasks

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.files import write_file
-from async_rl.programs.command_line import USAGE_ERROR, Parser
-from async_rl.programs.error_text import error_text
-from async_rl.tracking.rotation import TIMELINE
-from async_rl.tracking.run_records import METRICS, Record, RunRecords, has_iteration, number_of, require_readable
+from async_rl.records.rotation import TIMELINE
+from async_rl.records.run_records import METRICS, Record, RunRecords, has_iteration, number_of, require_readable
+from async_rl.shared.files import write_file
+from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
+from async_rl.shared.programs.error_text import error_text
 
 NUM_PERIODS = 10
 GROUP_TIMES = ("started_s", "finished_s", "train_started_s", "train_finished_s")

@@ -13,11 +13,11 @@ from pathlib import Path
 from rich.console import Console
 
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.locks.lease import holder_of
-from async_rl.locks.process_identity import is_running
-from async_rl.programs.command_line import USAGE_ERROR, Parser
-from async_rl.programs.error_text import error_text
-from async_rl.tracking.run_records import METRICS, require_readable
+from async_rl.records.run_records import METRICS, require_readable
+from async_rl.shared.locks.lease import holder_of
+from async_rl.shared.locks.process_identity import is_running
+from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
+from async_rl.shared.programs.error_text import error_text
 from deploy.cluster.live_view import make_run_view
 from deploy.cluster.run_view import Record, RunFeed
 

@@ -16,11 +16,11 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from async_rl.errors import ConfigError, FleetLost, ProcessFailed
-from async_rl.net.local_address import missing_loopback
-from async_rl.programs.error_text import error_text
-from async_rl.programs.extras import SERVES_WITH, require_extras
-from async_rl.programs.failure_report import report_failure
-from async_rl.programs.loading import loading
+from async_rl.shared.net.local_address import missing_loopback
+from async_rl.shared.programs.error_text import error_text
+from async_rl.shared.programs.extras import SERVES_WITH, require_extras
+from async_rl.shared.programs.failure_report import report_failure
+from async_rl.shared.programs.loading import loading
 from inference_service.options import TOKEN_VARIABLE, Options, parse_options, require_checkpoint
 from inference_service.vllm.server import serve_vllm
 from inference_service.vllm.versions import find_vllm
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _import_server(options: Options) -> ModuleType:
-    lean_imports = importlib.import_module("async_rl.cpu.lean_imports")
+    lean_imports = importlib.import_module("async_rl.shared.cpu.lean_imports")
     lean_imports.scan_models_once()
     with lean_imports.without_compiler() if options.device == "cpu" else nullcontext():
         return importlib.import_module("inference_service.server")

@@ -5,8 +5,8 @@ import socket
 from urllib.parse import urlsplit
 
 from async_rl.errors import ConfigError
-from async_rl.net.http_client import http_url
-from async_rl.net.local_address import address_for_others, address_towards, is_loopback, leads_to_this_host
+from async_rl.shared.net.http_client import http_url
+from async_rl.shared.net.local_address import address_for_others, address_towards, is_loopback, leads_to_this_host
 from inference_service.options import TOKEN_VARIABLE, Options
 from inference_service.registration import Registration
 

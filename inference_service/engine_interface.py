@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from async_rl.errors import AsyncRLError
-from async_rl.protocol.inference import InitInfo, SamplingParams, UpdateInfo
+from async_rl.shared.protocol.inference import InitInfo, SamplingParams, UpdateInfo
 
 PauseMode = Literal["abort", "wait", "keep"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from async_rl.protocol.routes import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
+from async_rl.shared.protocol.routes import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
 
 if TYPE_CHECKING:
     # Not at run time: the program imports this module before it checks whether its extra is installed.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from async_rl.errors import ConfigError
-from async_rl.programs.command_line import Parser
+from async_rl.shared.programs.command_line import Parser
 from inference_service.engine_interface import LogprobsMode
 
 TOKEN_VARIABLE = "ASYNC_RL_TOKEN"

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ValidationError
 
 from async_rl.errors import ConfigError, FleetLost, NoAnswer
-from async_rl.net.http_client import HttpClient, HttpResponse
-from async_rl.protocol.body import ErrorResponse
-from async_rl.protocol.fleet import (
+from async_rl.shared.net.http_client import HttpClient, HttpResponse
+from async_rl.shared.protocol.body import ErrorResponse
+from async_rl.shared.protocol.fleet import (
     ADDRESS_FILE,
     FleetAddress,
     NameRequest,
@@ -29,7 +29,7 @@ from async_rl.protocol.fleet import (
     RegisterResponse,
     read_address,
 )
-from async_rl.protocol.routes import FLEET_DRAIN, FLEET_REGISTER, OTHER_RUN
+from async_rl.shared.protocol.routes import FLEET_DRAIN, FLEET_REGISTER, OTHER_RUN
 from inference_service.identity import new_boot_id
 
 

@@ -12,10 +12,10 @@ import uvicorn
 from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
-from async_rl.cpu.reproducible import use_reproducible_products
 from async_rl.errors import ConfigError, ProcessFailed
-from async_rl.net.bounded_connections import ACCEPTS, BACKLOG
-from async_rl.net.bounded_http import BoundedHttp
+from async_rl.shared.cpu.reproducible import use_reproducible_products
+from async_rl.shared.net.bounded_connections import ACCEPTS, BACKLOG
+from async_rl.shared.net.bounded_http import BoundedHttp
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
 from inference_service.api.app import ServerInfo, make_app
 from inference_service.engine.cache_size import plan_cache

@@ -11,8 +11,8 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from async_rl.net.http_guard import error_response
-from async_rl.protocol.routes import OPEN_PATHS, SUPERSEDED_TERM, TERM_HEADER
+from async_rl.shared.net.http_guard import error_response
+from async_rl.shared.protocol.routes import OPEN_PATHS, SUPERSEDED_TERM, TERM_HEADER
 
 logger = logging.getLogger("inference_service")
 

@@ -16,8 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from async_rl.cpu.reproducible import use_reproducible_products
 from async_rl.errors import ConfigError
+from async_rl.shared.cpu.reproducible import use_reproducible_products
 from tests.support.process_gate import ProcessGate
 from tests.support.tiers import ALWAYS, beyond_a_cover, is_nightly, spread
 from tests.support.tiny_model import make_tiny_model

@@ -10,12 +10,12 @@ PACKAGES = ("async_rl", "inference_service", "trainer", "deploy")
 FORBIDDEN = {"eval", "exec", "compile", "os.system", "os.popen", "marshal.load", "marshal.loads", "yaml.load"}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve"}
 BETWEEN_PARENT_AND_CHILD = {
-    "async_rl/workers/child.py",
-    "async_rl/workers/worker.py",
+    "async_rl/shared/workers/child.py",
+    "async_rl/shared/workers/worker.py",
 }
 """The parent pickles over a pipe that nobody else has an end of; the child answers in JSON."""
 
-IN_A_SANDBOX = "async_rl/sandbox/inside/"
+IN_A_SANDBOX = "async_rl/parts/sandbox/inside/"
 """Its job is to run programs, where they harm nobody."""
 
 

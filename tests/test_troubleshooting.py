@@ -7,7 +7,7 @@ import signal
 
 from async_rl import errors
 from async_rl.errors import AsyncRLError
-from async_rl.programs.command_line import USAGE_ERROR
+from async_rl.shared.programs.command_line import USAGE_ERROR
 from deploy.cluster.restarts import BAD_INPUT, DONE, FENCED, LASTING, NO_FLEET, TOLD
 from deploy.cluster.stopping import Stopped
 from inference_service.__main__ import EXIT_CODES

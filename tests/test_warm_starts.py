@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from async_rl.config.file import parse_config
-from async_rl.programs import process_guard
-from async_rl.programs.process_guard import end_with_parent
+from async_rl.shared.programs import process_guard
+from async_rl.shared.programs.process_guard import end_with_parent
 from deploy.local.machine import Machine
 from deploy.local.plan import num_ports, plan
 from tests.conftest import WARM
@@ -93,7 +93,7 @@ def test_a_fork_ends_as_a_new_interpreter_does(once: Callable[[bool], None], how
 
 def test_forks_are_children_of_whoever_starts_them_at_every_depth(tmp_path: Path) -> None:
     """The guard of a process, which starts others, has an interpreter of its own."""
-    script = [sys.executable, "-m", "async_rl.programs.process_guard", "--", *FACTS]
+    script = [sys.executable, "-m", "async_rl.shared.programs.process_guard", "--", *FACTS]
     with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as guard:
         family = {p.pid: command_of(p) for p in psutil.Process(guard.pid).children()}
         assert [NAME] in family.values(), family

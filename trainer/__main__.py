@@ -17,15 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from async_rl.checks.preflight import require_sound
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, Fenced, RunStopped
-from async_rl.preflight import require_sound
-from async_rl.programs.command_line import Parser
-from async_rl.programs.extras import require_extras
-from async_rl.programs.failure_report import VARIABLE, report_failure, report_unnamed_failure
-from async_rl.programs.loading import loading
-from async_rl.programs.start_gate import wait_at_gate
+from async_rl.shared.programs.command_line import Parser
+from async_rl.shared.programs.extras import require_extras
+from async_rl.shared.programs.failure_report import VARIABLE, report_failure, report_unnamed_failure
+from async_rl.shared.programs.loading import loading
+from async_rl.shared.programs.start_gate import wait_at_gate
 from trainer.process_end import end_now, end_with_torchrun, exit_code_of
 from trainer.stop_signal import StopSignal
 
@@ -110,7 +110,7 @@ def run(config: Config, stop: StopSignal) -> None:
     with training_ranks(config, stop) as (parallel, ending):
         # See `training_ranks`.
         with loading(), stop.loading():
-            from async_rl.cpu.lean_imports import scan_models_once
+            from async_rl.shared.cpu.lean_imports import scan_models_once
 
             scan_models_once()
             from async_rl.loop import train

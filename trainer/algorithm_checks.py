@@ -1,18 +1,18 @@
 """What an algorithm needs of a run's settings, what it returns, and the groups that it trains, checked before they are.
 
-For a user's own one, which no config knows; `check_algorithm` (`async_rl/algorithms/checking.py`) finds more, without a
-run.
+For a user's own one, which no config knows; `check_algorithm` (`async_rl/method/algorithms/checking.py`) finds more,
+without a run.
 """
 
 import math
 
 import torch
 
-from async_rl.algorithms import Algorithm, LossSum, Needs
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.train_section import TrainSection
 from async_rl.errors import ConfigError
-from async_rl.types import Group
+from async_rl.method.algorithms import Algorithm, LossSum, Needs
+from async_rl.method.types import Group
 from trainer.batching.group_slice import num_rows
 
 ENTROPY = "entropy"

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from megatron.core.distributed import finalize_model_grads
 
-from async_rl.algorithms import Responses
-from async_rl.algorithms.gae import AdvantageEstimation
+from async_rl.checks.preflight.model import CRITIC, find_checkpoint, read_shape
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.preflight.model import CRITIC, find_checkpoint, read_shape
+from async_rl.method.algorithms import Responses
+from async_rl.method.algorithms.gae import AdvantageEstimation
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_host
 from trainer.forward_backward import Pass

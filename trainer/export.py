@@ -12,11 +12,11 @@ from pathlib import Path
 from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, WriteFailed
-from async_rl.files import write_file
-from async_rl.programs.command_line import Parser
-from async_rl.programs.error_text import error_text
-from async_rl.programs.extras import require_extras
-from async_rl.tracking.run_records import require_readable
+from async_rl.records.run_records import require_readable
+from async_rl.shared.files import write_file
+from async_rl.shared.programs.command_line import Parser
+from async_rl.shared.programs.error_text import error_text
+from async_rl.shared.programs.extras import require_extras
 
 log = logging.getLogger("export")
 

@@ -16,9 +16,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from async_rl.cpu.exact import ROW_MULTIPLE
 from async_rl.loop import Window
-from async_rl.types import Group
+from async_rl.method.types import Group
+from async_rl.shared.cpu.exact import ROW_MULTIPLE
 from trainer.attention.prompt_cache import PromptCache
 from trainer.batching.group_slice import GroupSlice, slices_of, split_slice
 from trainer.batching.packing import pack_slices

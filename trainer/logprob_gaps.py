@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from async_rl.group_proof import GroupProof
-from async_rl.proof.draws import POWERS
-from async_rl.proof.logprob_gaps import BINS_PER_OCTAVE, SMALLEST, LogprobGaps
-from async_rl.tracking.samples import MAX_TOKENS, FirstGroups, shown_responses
-from async_rl.types import Group, Response
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.proof.draws import POWERS
+from async_rl.method.proof.logprob_gaps import BINS_PER_OCTAVE, SMALLEST, LogprobGaps
+from async_rl.method.types import Group, Response
+from async_rl.records.samples import MAX_TOKENS, FirstGroups, shown_responses
 from trainer.batching.group_codec import joined_tensor
 from trainer.batching.group_slice import GroupSlice
 from trainer.batching.shared_prompt import MicroBatch

@@ -9,11 +9,11 @@ from itertools import islice
 
 import torch
 
-from async_rl.algorithms import Algorithm, Responses, Rollouts, Tokens, Totals
-from async_rl.algorithms.base import exact_sum
-from async_rl.algorithms.log_ratio import KLEstimator, kl_terms
-from async_rl.group_proof import GroupProof
-from async_rl.types import Group
+from async_rl.method.algorithms import Algorithm, Responses, Rollouts, Tokens, Totals
+from async_rl.method.algorithms.base import exact_sum
+from async_rl.method.algorithms.log_ratio import KLEstimator, kl_terms
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.types import Group
 from trainer.algorithm_checks import ENTROPY, require_loss, require_of_rollouts
 from trainer.batching.group_codec import joined_tensor
 from trainer.batching.shared_prompt import MicroBatch

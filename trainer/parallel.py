@@ -21,7 +21,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
-from async_rl.net.local_address import (
+from async_rl.shared.net.local_address import (
     address_for_others,
     address_towards,
     choose_interface_towards,

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from async_rl.errors import AsyncRLError, ConfigError, Fenced, RunStopped
-from async_rl.programs.command_line import USAGE_ERROR
-from async_rl.programs.failure_report import report_failure
-from async_rl.programs.process_guard import end_with_parent
+from async_rl.shared.programs.command_line import USAGE_ERROR
+from async_rl.shared.programs.failure_report import report_failure
+from async_rl.shared.programs.process_guard import end_with_parent
 
 log = logging.getLogger("trainer")
 

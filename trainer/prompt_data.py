@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+from async_rl.checks.preflight.model import find_checkpoint
 from async_rl.config.sections import Config
-from async_rl.data.prompts import PromptSource
 from async_rl.errors import ConfigError, WriteFailed
-from async_rl.preflight.model import find_checkpoint
 from async_rl.producer.client import Control
-from async_rl.programs.user_command import COMMAND
-from async_rl.programs.user_file import PREFIX, file_identity
-from async_rl.rewards.identity import reward_identity
+from async_rl.rollouts.data.prompts import PromptSource
+from async_rl.rollouts.rewards.identity import reward_identity
+from async_rl.shared.programs.user_command import COMMAND
+from async_rl.shared.programs.user_file import PREFIX, file_identity
 from trainer.checkpoint.compatibility import Contents
 from trainer.parallel import Parallel
 

@@ -5,13 +5,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from async_rl.errors import AsyncRLError, LeaderFailed, RunStopped
-from async_rl.group_proof import GroupProof
 from async_rl.loop import Window
-from async_rl.step_stats import StepStats
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, Publication, WeightVersion
-from async_rl.weights.sender import WeightSource
-from async_rl.weights.stream import Stream
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.step_stats import StepStats
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Batch, Group, Publication, WeightVersion
+from async_rl.shared.weights.sender import WeightSource
+from async_rl.shared.weights.stream import Stream
 from trainer.ending import Ending
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer

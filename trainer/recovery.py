@@ -23,9 +23,9 @@ from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, Fenced, LeaderFailed, ProducerLost, RunStopped
 from async_rl.producer.client import Control, RemoteRecorder, RemoteRollouts
 from async_rl.producer.process import END_TIMEOUT_S, ProducerAddress
-from async_rl.tracking.records import cut_record_of, cut_run_records
-from async_rl.tracking.throughput import TrainingPool
-from async_rl.weights.sender import WeightSender
+from async_rl.records.records import cut_record_of, cut_run_records
+from async_rl.records.throughput import TrainingPool
+from async_rl.shared.weights.sender import WeightSender
 from trainer.checkpoint.compatibility import Contents, content_changes
 from trainer.ending import Ending
 from trainer.parallel import Parallel

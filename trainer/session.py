@@ -14,22 +14,22 @@ from functools import partial
 from async_rl.config.secrets import masked
 from async_rl.config.sections import Config, RunSection
 from async_rl.config.train_section import TrainSection
-from async_rl.data.prompts import PromptSource
 from async_rl.errors import RunDirInUse
-from async_rl.files import write_file
-from async_rl.ledger import Ledger
-from async_rl.locks.lease import TTL_S, Lease, take_lease
-from async_rl.locks.run_lock import lock_run, make_run_dir, may_be_replaced
 from async_rl.loop import Rollouts
+from async_rl.method.ledger import Ledger
+from async_rl.method.proof.gap_limits import noise_limits
+from async_rl.method.types import WeightVersion
 from async_rl.producer.client import Control, RemoteRecorder, RemoteRollouts
 from async_rl.producer.process import ProducerAddress, ProducerProcess
-from async_rl.proof.gap_limits import noise_limits
-from async_rl.publish.remote_sender import serve
-from async_rl.tracking.notices import recorded_notices
-from async_rl.tracking.recorder import Recorder
-from async_rl.tracking.records import CONFIG, cut_run_records, holds_another_run, require_no_records
-from async_rl.types import WeightVersion
-from async_rl.weights.sender import WeightSender
+from async_rl.records.notices import recorded_notices
+from async_rl.records.recorder import Recorder
+from async_rl.records.records import CONFIG, cut_run_records, holds_another_run, require_no_records
+from async_rl.rollouts.data.prompts import PromptSource
+from async_rl.rollouts.publish.remote_sender import serve
+from async_rl.shared.files import write_file
+from async_rl.shared.locks.lease import TTL_S, Lease, take_lease
+from async_rl.shared.locks.run_lock import lock_run, make_run_dir, may_be_replaced
+from async_rl.shared.weights.sender import WeightSender
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.compatibility import Contents
 from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from async_rl.errors import ConfigError
-from async_rl.locks.lease import read_term
+from async_rl.shared.locks.lease import read_term
 from trainer.parallel import Parallel
 
 WAIT_S = 60.0

@@ -17,22 +17,22 @@ from pathlib import Path
 import torch
 from megatron.core.distributed import finalize_model_grads
 
-from async_rl.algorithms import Rollouts, Totals, make_algorithm
-from async_rl.algorithms.base import added
+from async_rl.checks.preflight.model import find_checkpoint, read_shape
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import Config, ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.group_proof import GroupProof
 from async_rl.loop import Window
-from async_rl.preflight.model import find_checkpoint, read_shape
-from async_rl.proof.gap_limits import noise_limits
-from async_rl.step_stats import StepStats, highest
-from async_rl.token_arrays import Logprobs, TokenIds
-from async_rl.tracking.throughput import ModelSize, TrainingPool
-from async_rl.training_order import TrainingOrder
-from async_rl.types import UNPROVEN, Group, Prompt, Response
+from async_rl.method.algorithms import Rollouts, Totals, make_algorithm
+from async_rl.method.algorithms.base import added
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.proof.gap_limits import noise_limits
+from async_rl.method.step_stats import StepStats, highest
+from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import UNPROVEN, Group, Prompt, Response
+from async_rl.records.throughput import ModelSize, TrainingPool
 from trainer.algorithm_checks import (
     require_denominator,
     require_known_tokens,

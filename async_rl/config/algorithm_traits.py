@@ -1,7 +1,7 @@
 """The built-in algorithms, by name, and what is known of each without torch: for the settings, the checks before a
 start and the forecast, which may not import the algorithms themselves.
 
-A new algorithm has its line here, and its class in `async_rl.algorithms.ALGORITHMS`.
+A new algorithm has its line here, and its class in `async_rl.method.algorithms.ALGORITHMS`.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ class Traits:
     """What an algorithm reads of `[algorithm]`, and what it asks of a run.
 
     `options` are its `[algorithm.options]`, `unused` the settings that have no effect on it. `totals`, `whole_groups`
-    and `values` are as in `async_rl.algorithms.base.Needs`, whatever the settings are; with `scaled_by_batch` the
+    and `values` are as in `algorithms.base.Needs`, whatever the settings are; with `scaled_by_batch` the
     default of `scale_by_std` is "batch". `single_rollouts`: it learns from one, and compares none of a prompt.
     """
 

@@ -25,16 +25,16 @@ from async_rl.errors import AsyncRLError, ConfigError, InstanceError, NoInstance
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import Output, SetResult
 from async_rl.evaluation.sets import LoadedSet, load_sets
-from async_rl.pool.inference_pool import InferencePool
-from async_rl.programs.command_line import USAGE_ERROR, Parser
-from async_rl.programs.extras import require_extras
-from async_rl.programs.failure_report import report_failure
-from async_rl.rewards import make_reward
-from async_rl.rewards.readable_answers import answer_check
-from async_rl.rollout.program_rollouts import make_group_maker
-from async_rl.rollout.prompt_room import require_len
-from async_rl.tokenizer import load_tokenizer
-from async_rl.types import WeightVersion
+from async_rl.method.types import WeightVersion
+from async_rl.rollouts.agents.program_rollouts import make_group_maker
+from async_rl.rollouts.groups.prompt_room import require_len
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.rewards import make_reward
+from async_rl.rollouts.rewards.readable_answers import answer_check
+from async_rl.rollouts.tokenizer import load_tokenizer
+from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
+from async_rl.shared.programs.extras import require_extras
+from async_rl.shared.programs.failure_report import report_failure
 
 log = logging.getLogger("async_rl.evaluation")
 

@@ -1,6 +1,6 @@
 """Evaluates the weights in training, in idle time of the pool as far as that reaches.
 
-Built by `trainer.session`; implements `IdleWork` of `rollout/idle_work.py`: training waits for an evaluation that is
+Built by `trainer.session`; implements `IdleWork` of `groups/idle_work.py`: training waits for an evaluation that is
 not complete when the batch is.
 """
 
@@ -17,10 +17,10 @@ from async_rl.errors import InstanceError, NoInstanceLeft, RewardError, RolloutF
 from async_rl.evaluation.figures import ScoredPrompt, figures_of, intervals_of
 from async_rl.evaluation.recorder import SetResult, SourceResult
 from async_rl.evaluation.sets import LoadedSet, source_of
-from async_rl.pool.inference_pool import InferencePool
-from async_rl.rewards import Reward
-from async_rl.rollout.group_maker import GroupMaker
-from async_rl.types import CorrectAt, Prompt, Response, Scores, WeightVersion
+from async_rl.method.types import CorrectAt, Prompt, Response, Scores, WeightVersion
+from async_rl.rollouts.groups.group_maker import GroupMaker
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.rewards import Reward
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from async_rl.evaluation.intervals import Interval, mean_interval, share_interval
-from async_rl.rollout.trajectory import Trajectory
-from async_rl.tracking.pass_at_k import ks_of, pass_at_k
-from async_rl.types import CorrectAt, RewardParts, Scores, num_correct, reward_part_means
+from async_rl.method.types import CorrectAt, RewardParts, Scores, num_correct, reward_part_means
+from async_rl.records.pass_at_k import ks_of, pass_at_k
+from async_rl.rollouts.groups.trajectory import Trajectory
 
 
 @dataclass(frozen=True, slots=True)

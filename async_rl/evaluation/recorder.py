@@ -12,11 +12,11 @@ from typing import Any
 
 from async_rl.evaluation.intervals import Interval
 from async_rl.evaluation.sets import LoadedSet
-from async_rl.files import append_lines, named_write_errors, write_file
-from async_rl.tracking.records import require_no_run
-from async_rl.tracking.run_records import EVALUATIONS, describe_evaluation
-from async_rl.tracking.trackers.fan_out import Trackers
-from async_rl.types import Prompt, Response, Scores, WeightVersion
+from async_rl.method.types import Prompt, Response, Scores, WeightVersion
+from async_rl.records.records import require_no_run
+from async_rl.records.run_records import EVALUATIONS, describe_evaluation
+from async_rl.records.trackers.fan_out import Trackers
+from async_rl.shared.files import append_lines, named_write_errors, write_file
 
 log = logging.getLogger(__name__)
 

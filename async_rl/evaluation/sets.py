@@ -6,11 +6,11 @@ from itertools import islice
 
 from async_rl.config.evaluation_section import EvaluationSection, EvaluationSet
 from async_rl.config.prompts_section import PromptsSection
-from async_rl.data.evaluation_prompts import HELD_OUT, prompts_of_set
-from async_rl.data.prompts import PromptSource, Tokenizer, load_prompts
 from async_rl.errors import ConfigError
-from async_rl.seeds import evaluation_rows_seed
-from async_rl.types import NO_CHECK, AnswerCheck, Prompt, part_of
+from async_rl.method.seeds import evaluation_rows_seed
+from async_rl.method.types import NO_CHECK, AnswerCheck, Prompt, part_of
+from async_rl.rollouts.data.evaluation_prompts import HELD_OUT, prompts_of_set
+from async_rl.rollouts.data.prompts import PromptSource, Tokenizer, load_prompts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.producer.frames import error_as_data
 from async_rl.producer.process import Given
 from async_rl.producer.program import serve
-from async_rl.programs.process_guard import end_with_parent
+from async_rl.shared.programs.process_guard import end_with_parent
 
 
 def main() -> None:

@@ -10,14 +10,14 @@ from types import TracebackType
 from typing import Any
 
 from async_rl.errors import AsyncRLError, ProducerLost, WaitTimedOut
-from async_rl.group_codec import unpack
-from async_rl.group_proof import GroupProof
+from async_rl.method.group_codec import unpack
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.types import Batch, Group, Publication, WeightVersion
 from async_rl.producer.connection import Connection
 from async_rl.producer.dock import has_fixed_shares, own_shares
 from async_rl.producer.frames import Message, error_as_data, error_from_data
 from async_rl.producer.sample_queue import SampleQueue
-from async_rl.tracking.recorder import IterationRecord, Recorder
-from async_rl.types import Batch, Group, Publication, WeightVersion
+from async_rl.records.recorder import IterationRecord, Recorder
 
 log = logging.getLogger(__name__)
 

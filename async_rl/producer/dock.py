@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from async_rl.config.sections import Config
-from async_rl.types import Batch, Group
+from async_rl.method.types import Batch, Group
 
 Give = Callable[[int, Group | int], None]
 """(replica, a group for it, or the number of a mini-batch of which it has all groups that it will get)."""

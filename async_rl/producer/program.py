@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 from async_rl.config.sections import Config
-from async_rl.event_loop import EventLoopThread
-from async_rl.locks.lease import lease_of
-from async_rl.net.listener import listen
-from async_rl.pool.inference_pool import InferencePool
 from async_rl.producer.process import Given
 from async_rl.producer.server import ControlLink, ProducerServer
 from async_rl.producer.work import Work
-from async_rl.tracking.notices import recorded_notices
+from async_rl.records.notices import recorded_notices
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.locks.lease import lease_of
+from async_rl.shared.net.listener import listen
 
 CONTROL_TIMEOUT_S = 60.0
 """The main rank connects right after it has read the port."""

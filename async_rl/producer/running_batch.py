@@ -10,13 +10,13 @@ from contextlib import suppress
 from typing import Any
 
 from async_rl.errors import AsyncRLError, RolloutLost
-from async_rl.group_codec import pack
+from async_rl.method.group_codec import pack
+from async_rl.method.types import Batch, Group, WeightVersion
 from async_rl.producer.dock import Docking, num_tokens
 from async_rl.producer.frames import Message, error_as_data
-from async_rl.rollout.garbage import COLLECTIONS
-from async_rl.rollout.group_maker import GroupMaker
-from async_rl.rollout.idle_work import IdleWork
-from async_rl.types import Batch, Group, WeightVersion
+from async_rl.rollouts.groups.garbage import COLLECTIONS
+from async_rl.rollouts.groups.group_maker import GroupMaker
+from async_rl.rollouts.groups.idle_work import IdleWork
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ ledger proves that each group was trained once.
 from collections.abc import Collection, Sequence
 
 from async_rl.errors import OnPolicyViolation, RolloutLost
-from async_rl.types import Group, WeightVersion
+from async_rl.method.types import Group, WeightVersion
 
 
 class SampleQueue:

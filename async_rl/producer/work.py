@@ -17,41 +17,41 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.sections import Config
-from async_rl.data.prompts import PromptSource, Tokenizer
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import EvaluationRecorder
 from async_rl.evaluation.sets import load_sets
-from async_rl.event_loop import EventLoopThread
-from async_rl.files import append_lines
-from async_rl.fleet.dns import DnsMembership
-from async_rl.fleet.orders import ORDERS_FILE, Orders
-from async_rl.fleet.server import FleetServer
-from async_rl.group_proof import GroupProof
-from async_rl.pool.inference_pool import InferencePool
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.proof.gap_limits import noise_limits, noise_scale
+from async_rl.method.types import Batch, Group, Prompt, Publication
 from async_rl.producer.client import MAX_IDLE_WORK_S, publication_of
 from async_rl.producer.dock import Docking
 from async_rl.producer.frames import Message
 from async_rl.producer.running_batch import BatchStarts, RunningBatch
-from async_rl.proof.gap_limits import noise_limits, noise_scale
-from async_rl.publish.admission import Admission
-from async_rl.publish.canary import Canary
-from async_rl.publish.probe import Probe
-from async_rl.publish.publisher import Publisher
-from async_rl.publish.remote_sender import RemoteSender
-from async_rl.rewards import Reward, make_reward
-from async_rl.rewards.readable_answers import answer_check
-from async_rl.rollout.group_maker import GroupMaker
-from async_rl.rollout.program_rollouts import make_group_maker
-from async_rl.rollout.prompt_room import require_len
-from async_rl.tokenizer import load_tokenizer
-from async_rl.tracking.recorder import IterationRecord, Recorder
-from async_rl.tracking.records import ROLLOUTS
-from async_rl.tracking.samples import NUM_GROUPS, FirstGroups
-from async_rl.tracking.throughput import ModelSize, TrainingPool
-from async_rl.tracking.timeline import GroupTimes
-from async_rl.tracking.trackers.choice import open_trackers
-from async_rl.types import Batch, Group, Prompt, Publication
+from async_rl.records.recorder import IterationRecord, Recorder
+from async_rl.records.records import ROLLOUTS
+from async_rl.records.samples import NUM_GROUPS, FirstGroups
+from async_rl.records.throughput import ModelSize, TrainingPool
+from async_rl.records.timeline import GroupTimes
+from async_rl.records.trackers.choice import open_trackers
+from async_rl.rollouts.agents.program_rollouts import make_group_maker
+from async_rl.rollouts.data.prompts import PromptSource, Tokenizer
+from async_rl.rollouts.fleet.dns import DnsMembership
+from async_rl.rollouts.fleet.orders import ORDERS_FILE, Orders
+from async_rl.rollouts.fleet.server import FleetServer
+from async_rl.rollouts.groups.group_maker import GroupMaker
+from async_rl.rollouts.groups.prompt_room import require_len
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.publish.admission import Admission
+from async_rl.rollouts.publish.canary import Canary
+from async_rl.rollouts.publish.probe import Probe
+from async_rl.rollouts.publish.publisher import Publisher
+from async_rl.rollouts.publish.remote_sender import RemoteSender
+from async_rl.rollouts.rewards import Reward, make_reward
+from async_rl.rollouts.rewards.readable_answers import answer_check
+from async_rl.rollouts.tokenizer import load_tokenizer
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.files import append_lines
 
 START_TIMEOUT_S = 600.0
 """For starting the processes of a reward or a program, which have limits of their own: that of anything beyond."""

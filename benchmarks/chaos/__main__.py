@@ -29,8 +29,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from async_rl.fleet.endpoint import FleetClient
-from async_rl.net.free_ports import free_ports
+from async_rl.rollouts.fleet.endpoint import FleetClient
+from async_rl.shared.net.free_ports import free_ports
 from benchmarks.chaos.controller import Controller
 from benchmarks.chaos.fault_log import FaultLog
 from benchmarks.chaos.instances import Crew

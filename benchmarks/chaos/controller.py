@@ -5,9 +5,9 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 
 from async_rl.errors import AsyncRLError
-from async_rl.fleet.endpoint import FleetClient
-from async_rl.protocol.fleet import FleetInfo, NameRequest
-from async_rl.protocol.routes import FLEET_DRAIN, FLEET_REMOVE
+from async_rl.rollouts.fleet.endpoint import FleetClient
+from async_rl.shared.protocol.fleet import FleetInfo, NameRequest
+from async_rl.shared.protocol.routes import FLEET_DRAIN, FLEET_REMOVE
 from benchmarks.chaos.fault_log import FaultLog
 from benchmarks.chaos.instances import Crew, Instance
 

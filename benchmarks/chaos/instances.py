@@ -14,7 +14,7 @@ import threading
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from async_rl.net.free_ports import free_ports
+from async_rl.shared.net.free_ports import free_ports
 from benchmarks.chaos.fault_log import FaultLog
 from benchmarks.chaos.proxy import Disturbance, Proxy, Published
 from inference_service.__main__ import main as run_instance

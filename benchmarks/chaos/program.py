@@ -9,8 +9,8 @@ import asyncio
 import random
 from typing import Any
 
-from async_rl.rollout.program import Policy, ProgramPrompt
-from async_rl.rollout.turn import LimitReached
+from async_rl.rollouts.agents.program import Policy, ProgramPrompt
+from async_rl.rollouts.agents.turn import LimitReached
 
 Messages = list[dict[str, Any]]
 

@@ -15,8 +15,8 @@ from typing import Literal
 import aiohttp
 from aiohttp import web
 
-from async_rl.instance.response_stream import event_payloads
-from async_rl.protocol import routes
+from async_rl.rollouts.instance.response_stream import event_payloads
+from async_rl.shared.protocol import routes
 from benchmarks.chaos.fault_log import FaultLog
 
 HOST = "127.0.0.1"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from async_rl.proof.prompt_ids import from_runs
+from async_rl.method.proof.prompt_ids import from_runs
 from benchmarks.chaos.fault_log import FaultLog
 from benchmarks.chaos.trainer_run import PROMPTS_PER_BATCH, RESPONSES_PER_PROMPT, Outcome
 

@@ -58,7 +58,7 @@ KINDS = {
         chat=True,
         max_model_len=MAX_CHAT_TOKENS,
         settings=LIMITS,
-        worker="async_rl.rollout.program_worker",
+        worker="async_rl.rollouts.agents.program_worker",
         spoil=SPOIL,
         max_turns=MAX_TURNS,
     ),

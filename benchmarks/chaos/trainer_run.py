@@ -14,7 +14,7 @@ import psutil
 import torch
 from transformers.utils import logging as transformers_logging
 
-from async_rl.tracking.run_records import RecordFile
+from async_rl.records.run_records import RecordFile
 from benchmarks.chaos.rollouts import CHAT_TEMPLATE, MAX_RESPONSE_TOKENS, PROMPT_TOKENS, Rollouts
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
 from deploy.cluster.process import Process, Running

@@ -7,8 +7,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from async_rl.event_loop import EventLoopThread
-from async_rl.net.listener import listen
+from async_rl.method.types import Batch, Prompt, WeightVersion
 from async_rl.producer.client import RemoteRollouts, RemoteRun
 from async_rl.producer.connection import Connection
 from async_rl.producer.dock import Docking
@@ -17,9 +16,10 @@ from async_rl.producer.process import ProducerAddress
 from async_rl.producer.running_batch import BatchStarts, RunningBatch
 from async_rl.producer.sample_queue import SampleQueue
 from async_rl.producer.server import ProducerServer
-from async_rl.rollout.group_maker import GroupMaker
-from async_rl.rollout.idle_work import IdleWork
-from async_rl.types import Batch, Prompt, WeightVersion
+from async_rl.rollouts.groups.group_maker import GroupMaker
+from async_rl.rollouts.groups.idle_work import IdleWork
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.net.listener import listen
 
 LOST_AFTER_S = 30.0
 

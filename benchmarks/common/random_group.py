@@ -2,8 +2,8 @@
 
 import torch
 
-from async_rl.token_arrays import Logprobs, TokenIds
-from async_rl.types import Group, Prompt, Response
+from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.types import Group, Prompt, Response
 
 
 def random_group(

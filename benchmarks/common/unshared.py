@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from async_rl.types import Group
+from async_rl.method.types import Group
 from trainer.batching.group_slice import GroupSlice, slices_of
 
 

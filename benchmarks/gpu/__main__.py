@@ -39,8 +39,8 @@ from async_rl.config.sections import ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Batch, Group
 from benchmarks.common.random_group import random_group
 from benchmarks.common.unshared import samples_of
 from benchmarks.gpu.model import PASSES, SIZES, device_name, make_checkpoint, model_flops

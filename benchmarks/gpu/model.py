@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from async_rl.model_shape import ModelShape
+from async_rl.shared.model_shape import ModelShape
 from benchmarks.common.random_model import save_random_qwen3
 from trainer.batching.shared_prompt import MicroBatch
 

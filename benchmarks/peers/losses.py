@@ -17,8 +17,8 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.token_arrays import Logprobs, TokenIds
-from async_rl.types import Group, Prompt, Response
+from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.types import Group, Prompt, Response
 from benchmarks.common.random_model import save_endless_qwen3, save_word_tokenizer
 from benchmarks.peers.loss_cases import (
     CASES,

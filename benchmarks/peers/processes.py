@@ -66,8 +66,8 @@ class Side:
 
 @contextmanager
 def guarded(command: Sequence[str], directory: Path) -> Iterator[Side]:
-    """Runs a program through `async_rl.programs.process_guard`; ends what is left of it at exit."""
-    argv = [sys.executable, "-m", "async_rl.programs.process_guard", "--", *command]
+    """Runs a program through `async_rl.shared.programs.process_guard`; ends what is left of it at exit."""
+    argv = [sys.executable, "-m", "async_rl.shared.programs.process_guard", "--", *command]
     with (directory / "stdout.txt").open("wb") as stdout, (directory / "stderr.txt").open("wb") as stderr:
         guard = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr)
     try:

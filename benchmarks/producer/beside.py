@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from async_rl.method.types import Batch, Prompt
 from async_rl.producer.client import RemoteRun
 from async_rl.producer.frames import Message
 from async_rl.producer.process import ProducerAddress
-from async_rl.types import Batch, Prompt
 from benchmarks.common.local_producer import LocalProducer, start_alone
 from benchmarks.producer.mock_instance import Script
 from benchmarks.producer.rig import make_batch, open_producer

@@ -22,7 +22,7 @@ from typing import Any
 
 from aiohttp import web
 
-from async_rl.protocol import inference, routes, token_frames
+from async_rl.shared.protocol import inference, routes, token_frames
 
 MAX_CONCURRENCY = 2**20
 """Reported to the pool, which would otherwise hold back most of a batch: the rollouts of all of it are measured. For

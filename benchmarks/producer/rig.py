@@ -18,15 +18,15 @@ from transformers import PreTrainedTokenizerFast
 from async_rl.config.pool_section import PoolSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.data import prompts
-from async_rl.event_loop import EventLoopThread
-from async_rl.pool.inference_pool import InferencePool
+from async_rl.method.token_arrays import TokenIds
+from async_rl.method.types import Batch, Prompt
 from async_rl.producer.client import RemoteRun
 from async_rl.producer.dock import Docking
-from async_rl.rewards import make_reward
-from async_rl.rollout.group_maker import SingleTurns
-from async_rl.token_arrays import TokenIds
-from async_rl.types import Batch, Prompt
+from async_rl.rollouts.data import prompts
+from async_rl.rollouts.groups.group_maker import SingleTurns
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.rewards import make_reward
+from async_rl.shared.event_loop import EventLoopThread
 from benchmarks.common.local_producer import LocalProducer as Producer
 from benchmarks.producer.mock_instance import Script
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from async_rl.loop import Window
-from async_rl.types import Group
+from async_rl.method.types import Group
 from benchmarks.common.unshared import samples_of
 from trainer.batching.shared_prompt import MicroBatch, make_micro_batch
 from trainer.forward_backward import PackedPass, Pass

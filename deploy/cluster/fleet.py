@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Final
 
 from async_rl.errors import NoAnswer, RunDirInUse
-from async_rl.net.http_client import HttpClient
-from async_rl.protocol.fleet import FleetInfo, NameRequest, read_address
-from async_rl.protocol.routes import FLEET, FLEET_DRAIN
+from async_rl.shared.net.http_client import HttpClient
+from async_rl.shared.protocol.fleet import FleetInfo, NameRequest, read_address
+from async_rl.shared.protocol.routes import FLEET, FLEET_DRAIN
 from deploy.cluster.restarts import num_trained
 
 TIMEOUT_S: Final = 5.0

@@ -21,8 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from async_rl.protocol.fleet import FleetInfo
-from async_rl.tracking.run_records import RunRecords, natural_order, number_of
+from async_rl.records.run_records import RunRecords, natural_order, number_of
+from async_rl.shared.protocol.fleet import FleetInfo
 from deploy.cluster.fleet import read_fleet
 from deploy.cluster.run_view import (
     NUM_RECENT,

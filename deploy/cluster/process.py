@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from async_rl.errors import ConfigError, ProcessFailed
-from async_rl.programs.failure_report import VARIABLE, read_failure
+from async_rl.shared.programs.failure_report import VARIABLE, read_failure
 
 GRACE_S = 10.0
 """For a process that has nothing to save before it ends."""
@@ -135,7 +135,7 @@ def _start_guard(process: Process, log: IO[bytes], report: Path) -> subprocess.P
         [
             sys.executable,
             "-m",
-            "async_rl.programs.process_guard",
+            "async_rl.shared.programs.process_guard",
             "--cores",
             cores,
             "--grace-s",

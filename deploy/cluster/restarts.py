@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from async_rl import errors
-from async_rl.tracking.run_records import RunRecords
+from async_rl.records.run_records import RunRecords
 
 MAX_DELAY_S: Final = 60.0
 MAX_DOUBLINGS: Final = 100

@@ -12,9 +12,9 @@ from rich.console import Console
 from async_rl.config.secrets import masked_words
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError
-from async_rl.programs.command_line import USAGE_ERROR
-from async_rl.tracking.records import CONFIG
-from async_rl.tracking.run_records import METRICS, RunRecords, number_of, object_in
+from async_rl.records.records import CONFIG
+from async_rl.records.run_records import METRICS, RunRecords, number_of, object_in
+from async_rl.shared.programs.command_line import USAGE_ERROR
 from deploy.cluster.run_view import RunView
 from deploy.cluster.stopping import Stopped, explain_end
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from async_rl.tracking.balance import IterationTimes, advise
-from async_rl.tracking.run_records import RecordFile, RunRecords, describe_evaluation
+from async_rl.records.balance import IterationTimes, advise
+from async_rl.records.run_records import RecordFile, RunRecords, describe_evaluation
 
 Record = Mapping[str, Any]
 """The numbers of a line of `metrics.jsonl`, as `shown_records` gives them; `docs/metrics.md` has their names."""

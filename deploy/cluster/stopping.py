@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
-from async_rl.programs.command_line import USAGE_ERROR
-from async_rl.programs.error_text import error_text
+from async_rl.shared.programs.command_line import USAGE_ERROR
+from async_rl.shared.programs.error_text import error_text
 
 
 class Stopped(BaseException):

@@ -13,8 +13,8 @@ from typing import Final, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from async_rl.errors import ConfigError
-from async_rl.files import write_file
-from async_rl.locks.process_identity import Process
+from async_rl.shared.files import write_file
+from async_rl.shared.locks.process_identity import Process
 
 LAUNCH_FILE = "launch.json"
 TASKS_FOLDER = "tasks"

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from async_rl.checks.forecast.run_forecast import RunForecast, forecast_run
+from async_rl.checks.preflight.model import read_shape
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.forecast.run_forecast import RunForecast, forecast_run
-from async_rl.preflight.model import read_shape
-from async_rl.programs.command_line import Parser
+from async_rl.shared.programs.command_line import Parser
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.doctor.clocks import find_clock_facts, servers_of
 from deploy.doctor.devices import find_device_facts

@@ -9,8 +9,8 @@ import httpx
 
 from async_rl.config.secrets import masked_text
 from async_rl.config.sections import Config
-from async_rl.protocol.fleet import read_address
-from async_rl.protocol.routes import HEALTH
+from async_rl.shared.protocol.fleet import read_address
+from async_rl.shared.protocol.routes import HEALTH
 from deploy.doctor.finding import Finding, State
 
 TIMEOUT_S = 5.0

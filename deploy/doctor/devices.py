@@ -8,7 +8,7 @@ from pathlib import Path
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.programs.cuda_driver import OTHER_BUILD, is_too_old, needed_driver
+from async_rl.shared.programs.cuda_driver import OTHER_BUILD, is_too_old, needed_driver
 from deploy.doctor.finding import Finding
 from deploy.doctor.versions import installed
 from deploy.local.machine import VISIBLE, Run, find_devices, output_of

@@ -6,8 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from async_rl.checks.forecast.run_forecast import RunForecast
 from async_rl.config.sections import Config
-from async_rl.forecast.run_forecast import RunForecast
 from deploy.doctor.finding import Finding, State
 from deploy.local.machine import own_cores
 from deploy.local.machine_memory import MIB, HostMemory

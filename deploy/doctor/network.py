@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from async_rl.config.sections import Config
-from async_rl.net.local_address import address_for_others, interface_of, is_loopback, missing_loopback
+from async_rl.shared.net.local_address import address_for_others, interface_of, is_loopback, missing_loopback
 from deploy.cluster.plan import FLEET_PORT, MASTER_PORT, master_port
 from deploy.doctor.finding import Finding
 

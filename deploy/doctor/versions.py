@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.programs.extras import MODULES, require_extras
+from async_rl.shared.programs.extras import MODULES, require_extras
 from deploy.doctor.finding import Finding, State
 from deploy.local.machine import Machine
 from deploy.local.plan import plan_instances

@@ -14,15 +14,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from async_rl.checks.preflight import find_faults
+from async_rl.checks.preflight.first_look import FirstLook, look_at_source
+from async_rl.checks.preflight.model import ModelFiles
 from async_rl.config.file import parse_config
 from async_rl.config.keys import keys_of
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.files import write_file
-from async_rl.preflight import find_faults
-from async_rl.preflight.first_look import FirstLook, look_at_source
-from async_rl.preflight.model import ModelFiles
-from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.shared.files import write_file
+from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.init.choose import Seen, choose
 from deploy.init.vllm_choice import BESIDE, VllmChoice, find_vllm

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from async_rl.checks.forecast.run_forecast import forecast_run
+from async_rl.checks.preflight.first_look import FirstLook
 from async_rl.config.file import parse_config
 from async_rl.config.keys import set_dotted
 from async_rl.errors import ConfigError
-from async_rl.forecast.run_forecast import forecast_run
-from async_rl.model_shape import ModelShape
-from async_rl.preflight.first_look import FirstLook
+from async_rl.shared.model_shape import ModelShape
 from deploy.init.vllm_choice import VllmChoice
 from deploy.local.machine_memory import HostMemory
 from deploy.local.memory_fit import GIB, Capacity, find_misfits

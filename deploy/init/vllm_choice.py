@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from async_rl.programs.extras import SERVES_WITH
+from async_rl.shared.programs.extras import SERVES_WITH
 
 BESIDE = Path(".venv-vllm", "bin", "python")
 """Where docs and recipes have it, beside the config."""

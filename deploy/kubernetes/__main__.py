@@ -16,8 +16,8 @@ from typing import Any, Final
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
-from async_rl.files import write_file
-from async_rl.programs.command_line import USAGE_ERROR, Parser
+from async_rl.shared.files import write_file
+from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
 from deploy.cluster.plan import plan_cluster
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.kubernetes.values import ENGINES, chart_values, for_pods, release_name

@@ -8,8 +8,8 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from async_rl.errors import NoAnswer
-from async_rl.net.http_client import HttpClient, http_url
-from async_rl.protocol.routes import HEALTH
+from async_rl.shared.net.http_client import HttpClient, http_url
+from async_rl.shared.protocol.routes import HEALTH
 
 TIMEOUT_S: Final = 1800.0
 """Afterwards the trainer may say what is missing."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from async_rl.errors import RestartsExhausted
-from async_rl.files import write_file
+from async_rl.shared.files import write_file
 from deploy.cluster.restarts import Restarts
 
 FILE: Final = Path("kubernetes", "restarts.json")

@@ -24,9 +24,9 @@ from typing import Any, Final
 
 from async_rl import errors
 from async_rl.errors import AsyncRLError, ConfigError, Fenced, RestartsExhausted, RunStopped, WriteFailed
-from async_rl.files import named_write_errors
-from async_rl.programs.command_line import Parser
-from async_rl.programs.failure_report import TORCHRUN_VARIABLE
+from async_rl.shared.files import named_write_errors
+from async_rl.shared.programs.command_line import Parser
+from async_rl.shared.programs.failure_report import TORCHRUN_VARIABLE
 from deploy.cluster.restarts import BAD_INPUT, DONE, FENCED, LASTING, TOLD, Restarts, num_trained
 from deploy.cluster.tasks import Task, read_launch, read_task, write_launch, write_task
 from deploy.kubernetes.first_instance import wait_for_instance

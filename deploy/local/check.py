@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from async_rl.checks.forecast.run_forecast import RunForecast, forecast_run
+from async_rl.checks.preflight import find_faults, find_missing_files
+from async_rl.checks.preflight.model import read_shape
 from async_rl.config.cluster_section import TOKEN_VARIABLE
 from async_rl.config.file import load_config
 from async_rl.config.secrets import masked
 from async_rl.config.sections import Config
 from async_rl.config.sources import DEFAULT, SourcedValue, sourced_values
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.forecast.run_forecast import RunForecast, forecast_run
-from async_rl.preflight import find_faults, find_missing_files
-from async_rl.preflight.model import read_shape
-from async_rl.programs.command_line import Parser
+from async_rl.shared.programs.command_line import Parser
 from deploy.cluster.plan import ClusterPlan, plan_cluster
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.check_view import show_check, show_verdict
@@ -156,8 +156,8 @@ def check_config(
 def _try_out(
     config_path: Path, overrides: Sequence[str], errors: list[ConfigError], warnings: list[str], notes: list[str]
 ) -> None:
-    """Rows and reward, as a process of its own tries them: see `async_rl.preflight.trial`."""
-    argv = [sys.executable, "-m", "async_rl.preflight.trial", str(config_path), *overrides]
+    """Rows and reward, as a process of its own tries them: see `async_rl.checks.preflight.trial`."""
+    argv = [sys.executable, "-m", "async_rl.checks.preflight.trial", str(config_path), *overrides]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
         warnings.append(f"rows and reward could not be tried: the process ended with code {done.returncode}")

@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from async_rl.checks.forecast.memory import MIB, ProcessMemory
+from async_rl.checks.forecast.run_forecast import RunForecast
 from async_rl.config.keys import as_toml
 from async_rl.config.secrets import masked_words
 from async_rl.config.sources import DEFAULT, SourcedValue
-from async_rl.forecast.memory import MIB, ProcessMemory
-from async_rl.forecast.run_forecast import RunForecast
 from deploy.cluster.plan import ClusterPlan
 from deploy.local.memory_fit import GIB, Capacity
 from deploy.local.plan import Plan, describe

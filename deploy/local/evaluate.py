@@ -21,16 +21,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from async_rl.checks.preflight import require_sound
+from async_rl.checks.preflight.model import ModelFiles, with_room
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
-from async_rl.files import write_file
-from async_rl.net.free_ports import free_ports
-from async_rl.preflight import require_sound
-from async_rl.preflight.model import ModelFiles, with_room
-from async_rl.programs.extras import require_extras
-from async_rl.tracking.records import require_no_run
-from async_rl.tracking.run_records import RecordFile
+from async_rl.records.records import require_no_run
+from async_rl.records.run_records import RecordFile
+from async_rl.shared.files import write_file
+from async_rl.shared.net.free_ports import free_ports
+from async_rl.shared.programs.extras import require_extras
 from deploy.cluster.process import Process, Running, log_path
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local import evaluate_options

@@ -10,7 +10,7 @@ from typing import Any
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.programs.command_line import Parser
+from async_rl.shared.programs.command_line import Parser
 
 CONFIG_SUFFIX = ".toml"
 

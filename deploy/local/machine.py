@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.errors import ConfigError
-from async_rl.net.local_address import LOOPBACK
+from async_rl.shared.net.local_address import LOOPBACK
 
 HOST = LOOPBACK
 

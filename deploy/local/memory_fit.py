@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from async_rl.checks.forecast.instance_memory import vllm_device_share
+from async_rl.checks.forecast.run_forecast import RunForecast
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.forecast.instance_memory import vllm_device_share
-from async_rl.forecast.run_forecast import RunForecast
 from deploy.local.machine_memory import HostMemory
 
 GIB = 2**30

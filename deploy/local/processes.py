@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from async_rl.programs.start_gate import VARIABLE
+from async_rl.shared.programs.start_gate import VARIABLE
 from deploy.cluster.process import Process, Running, start_process
 
 POLL_S = 0.2

@@ -2,7 +2,7 @@
 
 Starts the instances and the trainer, which load at the same time; the trainer waits until the instances are healthy,
 then trains, and its progress is shown. `supervisor.py` starts again what dies. However it ends (success, Ctrl-C,
-SIGTERM, a failed process, `kill -9`), every process it started ends too, see `async_rl.programs.process_guard`.
+SIGTERM, a failed process, `kill -9`), every process it started ends too, see `async_rl.shared.programs.process_guard`.
 """
 
 import os
@@ -17,9 +17,9 @@ from rich.console import Console
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ProcessFailed
-from async_rl.locks.run_lock import LAUNCHER_LOCK_FILE, lock_run, make_run_dir
-from async_rl.net.http_client import HttpClient, answers_200
-from async_rl.programs.command_line import Parser
+from async_rl.shared.locks.run_lock import LAUNCHER_LOCK_FILE, lock_run, make_run_dir
+from async_rl.shared.net.http_client import HttpClient, answers_200
+from async_rl.shared.programs.command_line import Parser
 from deploy.cluster.live_view import make_run_view
 from deploy.cluster.process import Running
 from deploy.cluster.restarts import DONE, may_restart

@@ -6,13 +6,13 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from async_rl.checks.preflight import require_sound
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.net.free_ports import free_ports
-from async_rl.net.listener import listen
-from async_rl.preflight import require_sound
-from async_rl.programs.extras import SERVES_WITH, require_extras
+from async_rl.shared.net.free_ports import free_ports
+from async_rl.shared.net.listener import listen
+from async_rl.shared.programs.extras import SERVES_WITH, require_extras
 from deploy.cluster.process import Process
 from deploy.local.machine import this_machine
 from deploy.local.plan import Plan, num_ports, plan

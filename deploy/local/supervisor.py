@@ -12,7 +12,7 @@ from functools import partial
 
 from async_rl.config.sections import Config
 from async_rl.errors import RunDirInUse, WriteFailed
-from async_rl.locks.process_identity import this_process
+from async_rl.shared.locks.process_identity import this_process
 from deploy.cluster.kept_process import ENDED, KeptProcess
 from deploy.cluster.process import Running
 from deploy.cluster.restarts import Restarts, num_trained

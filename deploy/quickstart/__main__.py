@@ -21,13 +21,13 @@ from rich.table import Table
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, RunDirInUse
-from async_rl.files import write_file
-from async_rl.locks.lease import holder_of
-from async_rl.locks.run_lock import require_unlocked
-from async_rl.programs.command_line import Parser
-from async_rl.programs.extras import require_extras
-from async_rl.programs.parts import has_part
-from async_rl.tracking.run_records import RecordFile, RunRecords
+from async_rl.records.run_records import RecordFile, RunRecords
+from async_rl.shared.files import write_file
+from async_rl.shared.locks.lease import holder_of
+from async_rl.shared.locks.run_lock import require_unlocked
+from async_rl.shared.programs.command_line import Parser
+from async_rl.shared.programs.extras import require_extras
+from async_rl.shared.programs.parts import has_part
 from deploy.cluster.process import Process, log_path
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.plan import Plan

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from async_rl.programs.parts import load_part
-from async_rl.tracking.run_records import Record
+from async_rl.records.run_records import Record
+from async_rl.shared.programs.parts import load_part
 from deploy.cluster.run_view import time_shares
 from deploy.quickstart.kind import Kind
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from async_rl.checks.preflight import require_sound
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError
-from async_rl.preflight import require_sound
-from async_rl.programs.command_line import Parser
-from async_rl.programs.extras import require_extras
+from async_rl.shared.programs.command_line import Parser
+from async_rl.shared.programs.extras import require_extras
 from deploy.cluster.live_view import make_run_view
 from deploy.cluster.plan import plan_cluster
 from deploy.cluster.run_end import (

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from async_rl.errors import ConfigError
-from async_rl.files import named_write_errors, write_file
+from async_rl.shared.files import named_write_errors, write_file
 from deploy.cluster.fleet import drain, read_fleet, require_no_trainer
 from deploy.cluster.plan import ClusterPlan
 from deploy.cluster.process import log_path

@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.programs.command_line import USAGE_ERROR
+from async_rl.shared.programs.command_line import USAGE_ERROR
 from deploy.cluster.restarts import DONE
 from deploy.ray.groups import GroupSpec, Node, TaskEnd
 from deploy.ray.specs import RESOURCE_OF, TRAINING, bundle

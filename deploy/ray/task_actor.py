@@ -15,8 +15,8 @@ from pathlib import Path
 import ray.util
 
 from async_rl.errors import ConfigError
-from async_rl.net.free_ports import free_ports
-from async_rl.net.http_client import HttpClient, answers_200, http_url
+from async_rl.shared.net.free_ports import free_ports
+from async_rl.shared.net.http_client import HttpClient, answers_200, http_url
 from deploy.cluster.plan import ANY_HOST
 from deploy.cluster.process import Process, Running, start_process
 from deploy.cluster.restarts import DONE

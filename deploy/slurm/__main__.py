@@ -10,12 +10,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from async_rl.checks.preflight import require_sound
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, RunDirInUse
-from async_rl.files import named_write_errors, write_file
-from async_rl.preflight import require_sound
-from async_rl.programs.command_line import Parser
+from async_rl.shared.files import named_write_errors, write_file
+from async_rl.shared.programs.command_line import Parser
 from deploy.cluster.fleet import require_no_trainer
 from deploy.cluster.plan import ClusterPlan, plan_cluster
 from deploy.cluster.process import log_path

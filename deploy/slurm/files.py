@@ -4,7 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
-from async_rl.files import named_write_errors
+from async_rl.shared.files import named_write_errors
 
 TRAINING = "training.sbatch"
 NODE = "node.sh"

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from async_rl.errors import RestartsExhausted
-from async_rl.files import write_file
+from async_rl.shared.files import write_file
 from deploy.cluster.restarts import Restarts
 from deploy.slurm.files import folder_of
 

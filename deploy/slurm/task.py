@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Final
 
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
-from async_rl.programs.command_line import Parser
+from async_rl.shared.programs.command_line import Parser
 from deploy.cluster.fleet import num_trained_with
 from deploy.cluster.kept_process import ENDED, KeptProcess
 from deploy.cluster.process import Process, Running, log_path, start_process

@@ -16,9 +16,9 @@ from rich.console import Console
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
-from async_rl.locks.run_lock import LOCK_FILE, lock_run
-from async_rl.net.free_ports import free_ports
-from async_rl.programs.command_line import Parser
+from async_rl.shared.locks.run_lock import LOCK_FILE, lock_run
+from async_rl.shared.net.free_ports import free_ports
+from async_rl.shared.programs.command_line import Parser
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.machine import this_machine
 from deploy.local.plan import num_ports, plan

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.errors import ProcessFailed
-from async_rl.tracking.run_records import Record, RunRecords
+from async_rl.records.run_records import Record, RunRecords
 from deploy.verify.findings import Finding, fails, holds, not_tested
 
 FIGURE_BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from async_rl.files import write_file
+from async_rl.shared.files import write_file
 from deploy.verify.findings import Finding, all_hold
 
 COLOURS = {"holds": "green", "fails": "bold red", "not tested": "yellow"}

@@ -16,8 +16,8 @@ from pathlib import Path
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, NoAnswer, ProcessFailed
-from async_rl.net.http_client import HttpClient
-from async_rl.tracking.run_records import RunRecords
+from async_rl.records.run_records import RunRecords
+from async_rl.shared.net.http_client import HttpClient
 from deploy.cluster.process import Running
 from deploy.local.machine import Machine
 from deploy.local.plan import Plan, plan

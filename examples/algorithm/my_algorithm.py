@@ -6,8 +6,8 @@ Options of it are in `[algorithm.options]`; all other settings of `[algorithm]` 
 import torch
 from pydantic import Field
 
-from async_rl.algorithms import PolicyGradient
 from async_rl.config.section import Section
+from async_rl.method.algorithms import PolicyGradient
 
 
 class MedianOptions(Section):

@@ -3,9 +3,9 @@
 import torch
 from my_algorithm import MedianBaseline
 
-from async_rl.algorithms import Rollouts
-from async_rl.algorithms.checking import check_algorithm
 from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.method.algorithms import Rollouts
+from async_rl.method.algorithms.checking import check_algorithm
 
 NAME = "python:my_algorithm.py:MedianBaseline"
 

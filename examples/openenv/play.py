@@ -2,7 +2,7 @@
 
 import os
 
-from async_rl.environments.openenv import open_environment
+from async_rl.parts.environments.openenv import open_environment
 
 URL = os.environ.get("OPENENV_URL", "ws://127.0.0.1:8000/ws")
 

@@ -1,6 +1,6 @@
 import asyncio
 
-from async_rl.sandbox import Limits, Program, open_python_tool, open_sandbox
+from async_rl.parts.sandbox import Limits, Program, open_python_tool, open_sandbox
 
 
 async def main():

@@ -1,6 +1,6 @@
 import json
 
-from async_rl.sandbox import Limits, open_python_tool, open_sandbox
+from async_rl.parts.sandbox import Limits, open_python_tool, open_sandbox
 
 TOOLS = [
     {

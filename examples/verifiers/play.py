@@ -2,7 +2,7 @@
 
 import os
 
-from async_rl.environments.verifiers import VerifiersEnvironment
+from async_rl.parts.environments.verifiers import VerifiersEnvironment
 
 PYTHON = os.environ.get("VERIFIERS_PYTHON", ".venv-verifiers/bin/python")
 

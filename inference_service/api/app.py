@@ -1,4 +1,4 @@
-"""The routes of vLLM's RL protocol (`async_rl.protocol.inference`) over any Engine; independent of engine internals."""
+"""The routes of vLLM's RL protocol (`async_rl.shared.protocol.inference`) over any Engine."""
 
 import time
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from typing import Annotated, Final
 from fastapi import Body, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from async_rl.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response
-from async_rl.protocol import routes
-from async_rl.protocol.inference import FinishUpdateRequest, InitRequest, RpcRequest, RpcResponse, UpdateRequest
-from async_rl.weights.nccl_version import nccl_version
+from async_rl.shared.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response
+from async_rl.shared.protocol import routes
+from async_rl.shared.protocol.inference import FinishUpdateRequest, InitRequest, RpcRequest, RpcResponse, UpdateRequest
+from async_rl.shared.weights.nccl_version import nccl_version
 from inference_service.api import errors, generation_routes
 from inference_service.api.metrics import Metrics
 from inference_service.api.requests import ModelCard, ModelList

@@ -6,7 +6,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 
 from async_rl.errors import AsyncRLError
-from async_rl.net.http_guard import error_body, error_response, invalid_request
+from async_rl.shared.net.http_guard import error_body, error_response, invalid_request
 from inference_service.engine_interface import OutOfService, RequestRefused
 
 

@@ -9,7 +9,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from async_rl.errors import AsyncRLError
-from async_rl.protocol import token_frames
+from async_rl.shared.protocol import token_frames
 from inference_service.api import errors
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class EventStream(Response):
 
 
 class FrameStream(EventStream):
-    """The same with frames of arrays in place of events: `async_rl.protocol.token_frames`."""
+    """The same with frames of arrays in place of events: `async_rl.shared.protocol.token_frames`."""
 
     media_type = token_frames.MEDIA_TYPE
     end = token_frames.END

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
-from async_rl.protocol import routes, token_frames
-from async_rl.protocol.inference import AbortRequest
+from async_rl.shared.protocol import routes, token_frames
+from async_rl.shared.protocol.inference import AbortRequest
 from inference_service.api import responses, stream_chunks
 from inference_service.api.completion_choice import CompletionFormatter
 from inference_service.api.errors import UnknownModel

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from async_rl.protocol.body import Body, Text
-from async_rl.protocol.inference import GenerateRequest, SamplingParams, TokenIds, Usage
-from async_rl.protocol.routes import OWNED_BY_EMBEDDED
+from async_rl.shared.protocol.body import Body, Text
+from async_rl.shared.protocol.inference import GenerateRequest, SamplingParams, TokenIds, Usage
+from async_rl.shared.protocol.routes import OWNED_BY_EMBEDDED
 
 T = TypeVar("T")
 

@@ -1,7 +1,7 @@
 """From an engine's choices to the responses of the generate route, whole or in chunks; the generation routes call it.
 
-The bodies are those of `async_rl.protocol.inference`, but built as plain dicts: pydantic models would cost as much as
-sampling the tokens.
+The bodies are those of `async_rl.shared.protocol.inference`, but built as plain dicts: pydantic models would cost as
+much as sampling the tokens.
 """
 
 import time
@@ -12,8 +12,8 @@ from typing import Any, Final, Protocol
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
-from async_rl.protocol import token_frames
-from async_rl.protocol.inference import SamplingParams, Usage
+from async_rl.shared.protocol import token_frames
+from async_rl.shared.protocol.inference import SamplingParams, Usage
 from inference_service.engine_interface import Choice, Sample
 
 LOWEST_LOGPROB: Final = -9999.0
@@ -29,7 +29,7 @@ class TextCodec(Protocol):
 
 
 class Span(TypedDict):
-    """`async_rl.protocol.inference.VersionSpan`."""
+    """`async_rl.shared.protocol.inference.VersionSpan`."""
 
     version: str
     start: int
@@ -63,7 +63,7 @@ class GenerateChunks:
         self._spans: list[list[Span]] = [[] for _ in range(params.n)]
 
     def frame(self, deltas: dict[int, Choice]) -> bytes:
-        """The same as the payload of a frame of `async_rl.protocol.token_frames`."""
+        """The same as the payload of a frame of `async_rl.shared.protocol.token_frames`."""
         samples = [sample for choice in deltas.values() for sample in choice.samples]
         choices = [
             token_frames.FramedChoice(

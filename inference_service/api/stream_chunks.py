@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from async_rl.protocol.inference import SamplingParams
+from async_rl.shared.protocol.inference import SamplingParams
 from inference_service.api.completion_choice import CompletionFormatter
 from inference_service.api.event_stream import Chunks
 from inference_service.api.requests import CompletionChunk, CompletionRequest

@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from async_rl.cpu import exact
+from async_rl.shared.cpu import exact
 
 MASKED: Final = exact.MASKED
 

@@ -15,10 +15,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from async_rl.cpu.lean_imports import without_compiler
-from async_rl.cpu.memory import keep_freed_memory
-from async_rl.end_tokens import EndTokens
 from async_rl.errors import ConfigError
+from async_rl.shared.cpu.lean_imports import without_compiler
+from async_rl.shared.cpu.memory import keep_freed_memory
+from async_rl.shared.end_tokens import EndTokens
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from async_rl.cpu.exact import MASS_BLOCK as BLOCK
-from async_rl.cpu.exact import block_masses, log_normalizer
-from async_rl.protocol.inference import SamplingParams
+from async_rl.shared.cpu.exact import MASS_BLOCK as BLOCK
+from async_rl.shared.cpu.exact import block_masses, log_normalizer
+from async_rl.shared.protocol.inference import SamplingParams
 from inference_service.engine.sequences import Sequence
 from inference_service.engine_interface import LogprobsMode, Sample
 

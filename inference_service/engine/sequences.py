@@ -7,7 +7,7 @@ A streaming request has deltas, which `take_delta` returns once each: with a seq
 import asyncio
 from dataclasses import dataclass, field
 
-from async_rl.protocol.inference import SamplingParams
+from async_rl.shared.protocol.inference import SamplingParams
 from inference_service.engine.stop_texts import StopTexts
 from inference_service.engine_interface import Choice, FinishReason, Sample
 

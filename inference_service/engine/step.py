@@ -7,9 +7,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from async_rl.cpu import exact
-from async_rl.cpu.products import linear
 from async_rl.errors import ConfigError
+from async_rl.shared.cpu import exact
+from async_rl.shared.cpu.products import linear
 from inference_service.engine import attention
 from inference_service.engine.kernels import FASTEST, Kernels
 from inference_service.engine.kv_store import Place

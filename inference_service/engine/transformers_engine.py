@@ -13,7 +13,7 @@ from collections.abc import Sequence as Listing
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from async_rl.protocol.inference import InitInfo, SamplingParams, UpdateInfo
+from async_rl.shared.protocol.inference import InitInfo, SamplingParams, UpdateInfo
 from inference_service.engine.batching import Batching
 from inference_service.engine.cache_size import CacheSize
 from inference_service.engine.kernels import FASTEST, Kernels

@@ -4,8 +4,8 @@ import os
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from async_rl.net.http_guard import BearerToken
-from async_rl.protocol.routes import OPEN_PATHS
+from async_rl.shared.net.http_guard import BearerToken
+from async_rl.shared.protocol.routes import OPEN_PATHS
 from inference_service.options import TOKEN_VARIABLE
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import httpx
 
 from async_rl.errors import NoAnswer, ProcessFailed
-from async_rl.net.http_client import HttpClient, answers_200
-from async_rl.protocol.routes import HEALTH
+from async_rl.shared.net.http_client import HttpClient, answers_200
+from async_rl.shared.protocol.routes import HEALTH
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
 from inference_service.identity import new_boot_id
 from inference_service.options import TOKEN_VARIABLE, Options

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from async_rl.errors import ConfigError
-from async_rl.programs.extras import require_extras
+from async_rl.shared.programs.extras import require_extras
 
 logger = logging.getLogger("inference_service")
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from async_rl.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from inference_service.vllm.weight_receiver import LoadWeights, WorkerReceiver
 
 
@@ -43,7 +43,7 @@ class Transfer:
 
     @staticmethod
     def trainer_send_weights(iterator: object, trainer_args: object) -> None:
-        raise NotImplementedError("the trainer sends through async_rl.weights.stream, not through vLLM's class")
+        raise NotImplementedError("the trainer sends through async_rl.shared.weights.stream, not through vLLM's class")
 
 
 class DenseUpdateInfo(UpdateInfo):

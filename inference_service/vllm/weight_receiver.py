@@ -9,8 +9,8 @@ from contextlib import closing
 
 import torch
 
-from async_rl.protocol.inference import InitInfo, UpdateInfo
-from async_rl.weights.stream import TensorSpec
+from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.weights.stream import TensorSpec
 from inference_service.engine_interface import RequestRefused
 from inference_service.weight_transfer.receiver import WeightReceiver
 

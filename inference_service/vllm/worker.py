@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from async_rl.weights.nccl_version import nccl_version
+from async_rl.shared.weights.nccl_version import nccl_version
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class; the names of the methods are those of `async_rl.protocol.inference`.
+    """Mixed into vLLM's worker class; the names of the methods are those of `async_rl.shared.protocol.inference`.
 
     vLLM refuses an extension with a callable that its worker already has.
     """

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from async_rl.errors import PublishError
-from async_rl.protocol.inference import InitInfo, UpdateInfo
-from async_rl.weights.snapshot import read_snapshot
-from async_rl.weights.store import join_rendezvous
-from async_rl.weights.stream import Fingerprint, TensorSpec, WeightGroup
+from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.weights.snapshot import read_snapshot
+from async_rl.shared.weights.store import join_rendezvous
+from async_rl.shared.weights.stream import Fingerprint, TensorSpec, WeightGroup
 from inference_service.engine_interface import RequestRefused
 
 

@@ -14,7 +14,7 @@ import enum
 import torch
 
 from async_rl.errors import AsyncRLError
-from async_rl.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from inference_service.engine_interface import EngineFault, RequestRefused
 from inference_service.weight_transfer.receiver import WeightReceiver, check_update, parameter_views, specs_of
 

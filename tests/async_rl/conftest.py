@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from async_rl.config.pool_section import PoolSection
-from async_rl.event_loop import EventLoopThread
-from async_rl.fleet.server import FleetServer
-from async_rl.pool.inference_pool import InferencePool
+from async_rl.rollouts.fleet.server import FleetServer
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.shared.event_loop import EventLoopThread
 from tests.support.fleet_endpoint import Endpoint
 from tests.support.pools import Pools
 from tests.support.scripted_processes import ScriptedInstance, running

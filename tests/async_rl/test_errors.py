@@ -27,9 +27,9 @@ LASTING = {
 """The same input gives the same error again, or nothing is left to be restarted."""
 
 
-NEED_OTHER_PACKAGES = {f"async_rl.tracking.trackers.{name}_tracker" for name in ("mlflow", "trackio", "wandb")}
+NEED_OTHER_PACKAGES = {f"async_rl.records.trackers.{name}_tracker" for name in ("mlflow", "trackio", "wandb")}
 
-STARTS_PROCESSES = {"async_rl.rewards.reasoning_gym"}
+STARTS_PROCESSES = {"async_rl.rollouts.rewards.reasoning_gym"}
 """Through matplotlib, which lists the machine's fonts when it is first imported there."""
 
 

@@ -9,16 +9,16 @@ import pytest
 
 from async_rl.config.train_section import TrainSection
 from async_rl.errors import OnPolicyViolation, ProducerLost, RewardError
-from async_rl.group_proof import GroupProof
-from async_rl.ledger import Ledger
 from async_rl.loop import Window, train
-from async_rl.proof.gap_limits import NoiseLimits
-from async_rl.proof.logprob_gaps import LogprobGaps
-from async_rl.step_stats import StepStats
-from async_rl.tracking.recorder import IterationRecord, Recorder
-from async_rl.tracking.rotation import TIMELINE
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, Prompt, Publication
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.ledger import Ledger
+from async_rl.method.proof.gap_limits import NoiseLimits
+from async_rl.method.proof.logprob_gaps import LogprobGaps
+from async_rl.method.step_stats import StepStats
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Batch, Group, Prompt, Publication
+from async_rl.records.recorder import IterationRecord, Recorder
+from async_rl.records.rotation import TIMELINE
 from tests.support.groups import make_group, make_response
 from tests.support.rotated_rows import rotated_rows
 

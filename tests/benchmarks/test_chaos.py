@@ -15,7 +15,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import save_file
 
-from async_rl.protocol import routes
+from async_rl.shared.protocol import routes
 from benchmarks.chaos.fault_log import FaultLog
 from benchmarks.chaos.proxy import Disturbance, Proxy, Published, Spoil
 from benchmarks.chaos.report import MUST_BE_ZERO, is_sound, report

@@ -90,7 +90,7 @@ METRICS = {
 }
 
 TRAINER = (
-    "from async_rl.programs.start_gate import wait_at_gate"
+    "from async_rl.shared.programs.start_gate import wait_at_gate"
     + COMMON
     + f"METRICS = {METRICS!r}\n"
     + """

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from async_rl.locks.lease import LEASE_DIR, Term, take_lease
-from async_rl.locks.process_identity import Process, this_process
-from async_rl.tracking.run_records import RecordFile
+from async_rl.records.run_records import RecordFile
+from async_rl.shared.locks.lease import LEASE_DIR, Term, take_lease
+from async_rl.shared.locks.process_identity import Process, this_process
 from deploy.cluster.restarts import num_trained
 from deploy.cluster.tasks import LAUNCH_FILE, Task, write_launch
 from deploy.status import main

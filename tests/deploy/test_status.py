@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from async_rl.locks.lease import TTL_S, take_lease
+from async_rl.shared.locks.lease import TTL_S, take_lease
 from deploy.cluster.fleet import drain
 from deploy.cluster.tasks import Task, write_launch
 from deploy.status import Status, read_status, show

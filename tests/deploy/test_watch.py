@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from async_rl.errors import ConfigError
-from async_rl.locks.lease import take_lease
+from async_rl.shared.locks.lease import take_lease
 from deploy import watch as watch_command
 from deploy.watch import main, watch
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.net.free_ports import free_ports
+from async_rl.shared.net.free_ports import free_ports
 from tests.support.local_run import Run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(500)]
@@ -49,7 +49,7 @@ class Fleet:
 
     def command(self, *arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "async_rl.fleet.cli", *arguments, "--run", str(self.run.dir)],
+            [sys.executable, "-m", "async_rl.rollouts.fleet.cli", *arguments, "--run", str(self.run.dir)],
             capture_output=True,
             text=True,
             timeout=60,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from async_rl.proof.prompt_ids import from_runs
+from async_rl.method.proof.prompt_ids import from_runs
 from tests.support.local_run import Run
 
 pytestmark = pytest.mark.distributed

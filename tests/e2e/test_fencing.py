@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_rl.locks.lease import TTL_S, read_term
-from async_rl.net.free_ports import free_ports
+from async_rl.shared.locks.lease import TTL_S, read_term
+from async_rl.shared.net.free_ports import free_ports
 from tests.support.local_run import Run, command_of
 from trainer.checkpoint.files import find_damage, read_manifest, whole_checkpoints
 

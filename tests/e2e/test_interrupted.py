@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from async_rl.protocol.fleet import InstanceInfo, read_address
+from async_rl.shared.protocol.fleet import InstanceInfo, read_address
 from tests.support.local_run import End, Run, command_of, gone
 from tests.support.mortal_instance import kill_an_engine, mortal_python
 from tests.support.same_run import SETTINGS, assert_same_run

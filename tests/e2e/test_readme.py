@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from async_rl.net.free_ports import free_ports
+from async_rl.shared.net.free_ports import free_ports
 from deploy.quickstart.kind import KINDS
 from tests.support import ROOT
 from tests.support.make_target import make

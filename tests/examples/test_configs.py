@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from async_rl.checks.preflight import require_sound
 from async_rl.config.file import load_config
-from async_rl.preflight import require_sound
 from deploy.local.machine import Machine
 from deploy.local.plan import num_ports, plan
 from tests.support import ROOT

@@ -13,12 +13,12 @@ import pytest
 
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
-from async_rl.data.part import parts_of
-from async_rl.data.prompts import first_rows
-from async_rl.rewards.base import as_rewards
-from async_rl.rewards.function import Traits, load_function
-from async_rl.rewards.row_parts import labels_of
-from async_rl.types import Prompt
+from async_rl.method.types import Prompt
+from async_rl.rollouts.data.part import parts_of
+from async_rl.rollouts.data.prompts import first_rows
+from async_rl.rollouts.rewards.base import as_rewards
+from async_rl.rollouts.rewards.function import Traits, load_function
+from async_rl.rollouts.rewards.row_parts import labels_of
 from tests.support import ROOT
 from tests.support.groups import text_responses
 

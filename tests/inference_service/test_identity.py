@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from async_rl.protocol.routes import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
+from async_rl.shared.protocol.routes import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
 from inference_service.identity import (
     BOOT_ID_VARIABLE,
     MAX_CONCURRENCY_VARIABLE,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.pool_section import PoolSection
-from async_rl.event_loop import EventLoopThread
-from async_rl.pool.inference_pool import InferencePool
-from async_rl.protocol.inference import SamplingParams
-from async_rl.types import Response
+from async_rl.method.types import Response
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.protocol.inference import SamplingParams
 from tests.support.running_instance import Instance
 
 DEADLINE_S = 120.0

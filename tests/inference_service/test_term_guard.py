@@ -6,7 +6,7 @@ import json
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from async_rl.protocol.routes import OPEN_PATHS
+from async_rl.shared.protocol.routes import OPEN_PATHS
 from inference_service.term_guard import MAX_RUNS, TermGuard
 
 

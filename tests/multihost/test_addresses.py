@@ -11,7 +11,7 @@ pytestmark = pytest.mark.distributed
 
 ROUTES = """
 import sys
-from async_rl.net.local_address import *
+from async_rl.shared.net.local_address import *
 towards = sys.argv[1]
 environment = {}
 choose_interface("nccl", address_towards(towards), environment)

@@ -41,7 +41,7 @@ def test_wheel_and_source_archive_hold_all_that_the_packages_have(built: Path) -
     code = {name for name in in_wheel if ".dist-info/" not in name}
     chart = (ROOT / "deploy" / "kubernetes" / "chart").rglob("*")
     files = {path.relative_to(ROOT).as_posix() for path in chart if path.is_file()}
-    static = (ROOT / "async_rl" / "dashboard" / "static").rglob("*")
+    static = (ROOT / "async_rl" / "parts" / "dashboard" / "static").rglob("*")
     files |= {path.relative_to(ROOT).as_posix() for path in static if path.is_file()}
     files |= {f"deploy/quickstart/{name}" for name in ("config.toml", "smollm2/config.toml")}
     assert {f"{package}/py.typed" for package in PACKAGES} | files <= code
@@ -58,12 +58,16 @@ def test_base_imports_all_that_needs_no_extra(base: Environment) -> None:
     # The trainer's part of it: weights, what publishes them, the fleet's own server, two ready rewards, a sandbox.
     from_extras = {"torch", "fastapi", "uvicorn", "prometheus_client", "math_verify", "reasoning_gym"}
     assert set(said["missing"]) == from_extras | {"renderers", "sandlock", "wandb", "mlflow", "trackio"}
-    assert said["missing"]["renderers"] == ["async_rl.rollout.known_rendering"]
+    assert said["missing"]["renderers"] == ["async_rl.rollouts.agents.known_rendering"]
     missing = {name for names in said["missing"].values() for name in names}
-    assert not [name for name in missing if name.startswith(("async_rl.pool", "async_rl.instance", "async_rl.config"))]
-    assert {name for name in missing if name.startswith("async_rl.rewards")} == {
-        "async_rl.rewards.math",
-        "async_rl.rewards.reasoning_gym",
+    assert not [
+        name
+        for name in missing
+        if name.startswith(("async_rl.rollouts.pool", "async_rl.rollouts.instance", "async_rl.config"))
+    ]
+    assert {name for name in missing if name.startswith("async_rl.rollouts.rewards")} == {
+        "async_rl.rollouts.rewards.math",
+        "async_rl.rollouts.rewards.reasoning_gym",
     }
 
 

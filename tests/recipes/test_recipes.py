@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from async_rl.checks.preflight import require_sound
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.preflight import require_sound
 from deploy.cluster.plan import plan_cluster
 from deploy.local.check import check_run
 from deploy.local.machine import Machine

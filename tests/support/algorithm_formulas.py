@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from async_rl.algorithms import Tokens
-from async_rl.algorithms.random_groups import RandomGroup
+from async_rl.method.algorithms import Tokens
+from async_rl.method.algorithms.random_groups import RandomGroup
 from tests.support.algorithms import MAX_RESPONSE_TOKENS
 
 DEFAULTS: dict[str, dict[str, Any]] = {

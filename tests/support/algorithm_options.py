@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from async_rl.algorithms import ALGORITHMS
+from async_rl.method.algorithms import ALGORITHMS
 
 PARTS = ("format", "correct")
 """Of the rewards that `gdpo` is checked with."""

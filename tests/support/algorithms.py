@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from async_rl.algorithms import Algorithm, Responses, Rollouts, Tokens, make_algorithm
 from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.method.algorithms import Algorithm, Responses, Rollouts, Tokens, make_algorithm
 
 MAX_RESPONSE_TOKENS = 12
 

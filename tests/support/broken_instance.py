@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.cpu.exact import block_masses
+from async_rl.shared.cpu.exact import block_masses
 from inference_service.engine import sampling
 from inference_service.weight_transfer.weight_update import WeightUpdate
 from tests.support import ROOT

@@ -8,8 +8,8 @@ import asyncio
 import os
 from typing import Any
 
-from async_rl.programs.user_file import traceback_of_user
-from async_rl.workers.child import Channel, Served, serve
+from async_rl.shared.programs.user_file import traceback_of_user
+from async_rl.shared.workers.child import Channel, Served, serve
 
 KINDS = ("in turn", "at once")
 HEAD = "import asyncio, ctypes, os, re, signal, subprocess, sys, threading, time\nleft = []\n"

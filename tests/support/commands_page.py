@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from async_rl.cli import PROGRAMS, USAGE
-from async_rl.programs.command_line import KEYS_TITLE
+from async_rl.shared.programs.command_line import KEYS_TITLE
 from tests.support import ROOT
 
 PAGE = ROOT / "docs" / "commands.md"

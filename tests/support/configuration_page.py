@@ -33,7 +33,7 @@ the last one is used. Unknown keys are errors that name the nearest key; abbrevi
 LAYOUTS = """## Layouts of the trainer
 
 A layout is accepted if all of these conditions hold, and otherwise refused before any weight is loaded, with the key
-and the remedy (the rule is in `async_rl/preflight/layout.py`):
+and the remedy (the rule is in `async_rl/checks/preflight/layout.py`):
 
 - the ranks are a multiple of `tensor_parallel` x `pipeline_parallel`; the quotient is the number of replicas;
 - `tensor_parallel` divides attention heads, key / value heads, vocabulary and, without experts, the feed-forward size;

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from itertools import repeat
 
-from async_rl.types import Batch, Group
+from async_rl.method.types import Batch, Group
 
 
 class Arriving:

@@ -5,7 +5,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from async_rl.fleet.server import FleetServer
+from async_rl.rollouts.fleet.server import FleetServer
 
 
 class Endpoint:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.event_loop import EventLoopThread
-from async_rl.gateway.gateway import Access, Gateway
-from async_rl.pool.inference_pool import InferencePool
-from async_rl.rollout.rendering import make_renderer
-from async_rl.rollout.session import RolloutSession, Sessions
-from async_rl.rollout.trajectory import Trajectory
-from async_rl.token_arrays import TokenIds
-from async_rl.types import Prompt
+from async_rl.method.token_arrays import TokenIds
+from async_rl.method.types import Prompt
+from async_rl.parts.gateway.gateway import Access, Gateway
+from async_rl.rollouts.agents.rendering import make_renderer
+from async_rl.rollouts.agents.session import RolloutSession, Sessions
+from async_rl.rollouts.groups.trajectory import Trajectory
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.shared.event_loop import EventLoopThread
 from tests.support.agent_tokenizer import make_agent_tokenizer
 from tests.support.scripted_policy import Say, ScriptedPolicy
 

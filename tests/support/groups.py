@@ -3,8 +3,8 @@
 import random
 from collections.abc import Sequence
 
-from async_rl.token_arrays import Logprobs, TokenIds
-from async_rl.types import Group, Prompt, Response, RolloutFacts, WeightSpan, WeightVersion
+from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.types import Group, Prompt, Response, RolloutFacts, WeightSpan, WeightVersion
 
 
 def make_response(

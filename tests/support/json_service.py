@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from async_rl.event_loop import EventLoopThread
+from async_rl.shared.event_loop import EventLoopThread
 
 Answer = Callable[[Any], Any]
 """Body of a request -> JSON of its answer."""

@@ -4,10 +4,10 @@ import random
 import time
 from dataclasses import replace
 
-from async_rl.group_proof import GroupProof
-from async_rl.proof.logprob_gaps import LogprobGaps
-from async_rl.token_arrays import TokenIds
-from async_rl.types import Batch, Group, Prompt, Publication, digest_of
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.proof.logprob_gaps import LogprobGaps
+from async_rl.method.token_arrays import TokenIds
+from async_rl.method.types import Batch, Group, Prompt, Publication, digest_of
 from tests.support.groups import make_group, make_response
 
 NUM_TOKENS = 1500

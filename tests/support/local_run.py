@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from async_rl.fleet.endpoint import FleetClient
-from async_rl.protocol.fleet import InstanceInfo, read_address
+from async_rl.rollouts.fleet.endpoint import FleetClient
+from async_rl.shared.protocol.fleet import InstanceInfo, read_address
 from tests.support.warm.interpreter import NAME as WARM_INTERPRETER
 
 REWARD = '''
@@ -247,7 +247,7 @@ class Run:
 
     def ranks(self) -> list[psutil.Process]:
         """The training ranks."""
-        no_rank = {"async_rl.torchrun", "async_rl.programs.process_guard"}
+        no_rank = {"async_rl.torchrun", "async_rl.shared.programs.process_guard"}
         return [
             p for p in self.descendants() if "async_rl.trainer" in (words := command_of(p)) and not no_rank & set(words)
         ]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from async_rl.errors import PublishError
-from async_rl.weights.store import RendezvousStore
+from async_rl.shared.weights.store import RendezvousStore
 
 
 def lose(store: RendezvousStore) -> RendezvousStore:

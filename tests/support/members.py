@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from async_rl.instance.client import InstanceClient
-from async_rl.instance.connections import Connections
-from async_rl.pool.member import Member
-from async_rl.pool.membership import Membership, Standing
+from async_rl.rollouts.instance.client import InstanceClient
+from async_rl.rollouts.instance.connections import Connections
+from async_rl.rollouts.pool.member import Member
+from async_rl.rollouts.pool.membership import Membership, Standing
 
 
 def ready_member(name: str, version: str = "v1", concurrency: int | None = None, **figures: Any) -> Member:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_rl.programs.parts import has_part
+from async_rl.shared.programs.parts import has_part
 
 
 def needs_part(part: str) -> pytest.MarkDecorator:

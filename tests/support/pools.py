@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from async_rl.config.pool_section import PoolSection
-from async_rl.event_loop import EventLoopThread
-from async_rl.pool.inference_pool import InferencePool
-from async_rl.pool.member import Member
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.pool.member import Member
+from async_rl.shared.event_loop import EventLoopThread
 
 DEADLINE_S = 60.0
 

@@ -13,18 +13,18 @@ import torch
 from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import LeaderFailed
-from async_rl.event_loop import EventLoopThread
-from async_rl.pool.inference_pool import InferencePool
+from async_rl.method.types import Publication
 from async_rl.producer.frames import error_as_data, error_from_data
-from async_rl.protocol.sender import Score, Sender
-from async_rl.publish.admission import Admission
-from async_rl.publish.canary import Canary
-from async_rl.publish.probe import Probe
-from async_rl.publish.publisher import Publisher
-from async_rl.publish.remote_sender import RemoteSender, serve
-from async_rl.types import Publication
-from async_rl.weights.sender import WeightSender, WeightSource
-from async_rl.weights.stream import MakeStream, TensorSpec
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.publish.admission import Admission
+from async_rl.rollouts.publish.canary import Canary
+from async_rl.rollouts.publish.probe import Probe
+from async_rl.rollouts.publish.publisher import Publisher
+from async_rl.rollouts.publish.remote_sender import RemoteSender, serve
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.protocol.sender import Score, Sender
+from async_rl.shared.weights.sender import WeightSender, WeightSource
+from async_rl.shared.weights.stream import MakeStream, TensorSpec
 
 TENSORS = {
     "embed.weight": torch.arange(3000, dtype=torch.float32).view(60, 50),

@@ -110,7 +110,7 @@ class RayRun(Run):
         (guard,) = [
             p
             for p in self.tasks()
-            if "async_rl.programs.process_guard" in command_of(p) and set(words) <= set(command_of(p))
+            if "async_rl.shared.programs.process_guard" in command_of(p) and set(words) <= set(command_of(p))
         ]
         return guard
 

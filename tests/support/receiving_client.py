@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, PublishError
-from async_rl.pool.member import Member
-from async_rl.pool.membership import Membership, Standing
-from async_rl.protocol.inference import InitInfo, UpdateInfo
-from async_rl.weights.store import join_rendezvous
-from async_rl.weights.stream import TensorSpec, WeightGroup
+from async_rl.rollouts.pool.member import Member
+from async_rl.rollouts.pool.membership import Membership, Standing
+from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.weights.store import join_rendezvous
+from async_rl.shared.weights.stream import TensorSpec, WeightGroup
 from tests.support.lost_store import lose
 
 

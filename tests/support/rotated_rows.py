@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from async_rl.tracking.rotation import Rotation
+from async_rl.records.rotation import Rotation
 
 
 def rotated_rows(kind: Rotation, run_dir: Path) -> Iterator[dict[str, Any]]:

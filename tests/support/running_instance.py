@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import torch
 
-from async_rl.weights.store import StoreServer
-from async_rl.weights.stream import TensorSpec, WeightGroup
+from async_rl.shared.weights.store import StoreServer
+from async_rl.shared.weights.stream import TensorSpec, WeightGroup
 from benchmarks.common.running_instance import START_TIMEOUT_S, wait_for_url
 
 GROUP_TIMEOUT_S = 60.0

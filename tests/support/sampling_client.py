@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from async_rl.errors import InstanceError
-from async_rl.instance.model_tokens import ModelTokens
-from async_rl.instance.partial_rollout import PartialRollout
-from async_rl.instance.response_stream import OnProgress
-from async_rl.protocol.inference import SamplingParams
-from async_rl.types import WeightSpan
+from async_rl.method.types import WeightSpan
+from async_rl.rollouts.instance.model_tokens import ModelTokens
+from async_rl.rollouts.instance.partial_rollout import PartialRollout
+from async_rl.rollouts.instance.response_stream import OnProgress
+from async_rl.shared.protocol.inference import SamplingParams
 from tests.support.scripted_instance import sample
 
 Fault = Callable[[Sequence[PartialRollout]], InstanceError]

@@ -18,10 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from async_rl.sandbox import Limits, Program, Sandbox
-from async_rl.sandbox.backend import Backend
-from async_rl.sandbox.bubblewrap import Bubblewrap, find_bubblewraps
-from async_rl.sandbox.sandlock import Sandlock
+from async_rl.parts.sandbox import Limits, Program, Sandbox
+from async_rl.parts.sandbox.backend import Backend
+from async_rl.parts.sandbox.bubblewrap import Bubblewrap, find_bubblewraps
+from async_rl.parts.sandbox.sandlock import Sandlock
 from tests.support.hostile_programs import BREAKING, DAEMON, PRELUDE, REACHING
 
 LIMITS = Limits(wall_s=2.5, cpu_s=10.0, memory_bytes=160 * 2**20, num_processes=32, num_files=2000)
@@ -37,7 +37,7 @@ SOON_S = 20.0
 
 CALLER = """
 import asyncio, sys
-from async_rl.sandbox import Limits, Program, Sandbox
+from async_rl.parts.sandbox import Limits, Program, Sandbox
 from tests.support.sandbox_worker import backend_named
 source, mark, backend = sys.argv[1:]
 asyncio.run(Sandbox(backend_named(backend)).run(Program(source, stdin=mark.encode()), Limits(wall_s=100)))

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from async_rl.pool.router import Cached
-from async_rl.protocol.inference import SamplingParams
-from async_rl.types import Response, WeightVersion
+from async_rl.method.types import Response, WeightVersion
+from async_rl.rollouts.pool.router import Cached
+from async_rl.shared.protocol.inference import SamplingParams
 from tests.support.agent_tokenizer import END
 from tests.support.groups import make_response
 

@@ -4,9 +4,9 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 
-from async_rl.pool.router import Cached
-from async_rl.protocol.inference import SamplingParams
-from async_rl.types import Response, WeightVersion
+from async_rl.method.types import Response, WeightVersion
+from async_rl.rollouts.pool.router import Cached
+from async_rl.shared.protocol.inference import SamplingParams
 from tests.support.groups import make_response
 
 END = 1

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from async_rl.config.file import load_config
-from async_rl.protocol.fleet import FleetInfo, InstanceInfo
-from async_rl.protocol.routes import FLEET
+from async_rl.shared.protocol.fleet import FleetInfo, InstanceInfo
+from async_rl.shared.protocol.routes import FLEET
 from benchmarks.common.hosts import Disks, Hosts
 from benchmarks.common.link import Link
 from deploy.cluster.plan import plan_cluster

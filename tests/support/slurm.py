@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from async_rl.programs.process_guard import end_with_parent
+from async_rl.shared.programs.process_guard import end_with_parent
 from benchmarks.common.hosts import Host, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd")

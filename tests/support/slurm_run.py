@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from async_rl.net.free_ports import free_ports
+from async_rl.shared.net.free_ports import free_ports
 from tests.support.local_run import Run
 from tests.support.slurm import Slurm
 

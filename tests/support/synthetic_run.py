@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rl.tracking.rotation import SAMPLES, TIMELINE
+from async_rl.records.rotation import SAMPLES, TIMELINE
 
 SCRIPT = "<script>document.title = 'broken'</script>"
 """Part of every response, as a model may write it."""

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from async_rl.config.sections import TrackingSection
-from async_rl.tracking.trackers.choice import open_trackers
+from async_rl.records.trackers.choice import open_trackers
 
 CONFIG = {"run": {"seed": 7}, "reward": {"name": "math", "api_key": "hunter2"}}
 

@@ -17,7 +17,7 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.types import Group
+from async_rl.method.types import Group
 from tests.support.groups import random_group
 from tests.support.trainer.branched_groups import branched_groups
 from tests.support.trainer.grpo_reference import (

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.types import Group
+from async_rl.method.types import Group
 from tests.trainer.test_algorithms import train_batch
 from trainer.trainer import MegatronTrainer
 
 HEAD = """
 import math
 import torch
-from async_rl.algorithms import LossSum, Needs, PolicyGradient
+from async_rl.method.algorithms import LossSum, Needs, PolicyGradient
 
 class Mine(PolicyGradient):
 """

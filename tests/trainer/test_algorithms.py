@@ -12,15 +12,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from async_rl.algorithms import Rollouts, Tokens
-from async_rl.algorithms.random_groups import RandomGroup
 from async_rl.config.algorithm_traits import TRAITS
 from async_rl.config.train_section import TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, RewardError
-from async_rl.group_proof import GroupProof
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group
+from async_rl.method.algorithms import Rollouts, Tokens
+from async_rl.method.algorithms.random_groups import RandomGroup
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Batch, Group
 from tests.support.algorithm_formulas import Written
 from tests.support.algorithms import MAX_RESPONSE_TOKENS
 from tests.support.finished_groups import Arriving

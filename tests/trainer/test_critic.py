@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from async_rl.config.sections import Config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, NonFiniteGradient
-from async_rl.types import Group
+from async_rl.method.types import Group
 from tests.support import ROOT
 from tests.support.trainer.checkpoint_worker import Run, run_config
 from tests.support.trainer.layout_comparison import deviation, run_distributed

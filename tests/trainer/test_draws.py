@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from async_rl.errors import OnPolicyViolation
-from async_rl.ledger import Ledger
-from async_rl.proof.gap_limits import NoiseLimits, noise_scale
-from async_rl.types import Batch, Prompt, Publication
+from async_rl.method.ledger import Ledger
+from async_rl.method.proof.gap_limits import NoiseLimits, noise_scale
+from async_rl.method.types import Batch, Prompt, Publication
 from tests.support.trainer.drawn_groups import drawn_groups
 from trainer.trainer import MegatronTrainer
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from async_rl.checks.preflight.model import read_shape
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.cpu.exact import ROW_MULTIPLE
-from async_rl.instance.partial_rollout import PartialRollout, request_of
-from async_rl.preflight.model import read_shape
-from async_rl.protocol.inference import SamplingParams
-from async_rl.rollout.session import Sessions
-from async_rl.rollout.trajectory import Trajectory
-from async_rl.types import Group, Prompt, Response, RolloutFacts, WeightSpan
+from async_rl.method.types import Group, Prompt, Response, RolloutFacts, WeightSpan
+from async_rl.rollouts.agents.session import Sessions
+from async_rl.rollouts.groups.trajectory import Trajectory
+from async_rl.rollouts.instance.partial_rollout import PartialRollout, request_of
+from async_rl.shared.cpu.exact import ROW_MULTIPLE
+from async_rl.shared.protocol.inference import SamplingParams
 from benchmarks.common.random_model import save_random_qwen3
 from inference_service.engine.cache_size import plan_cache
 from inference_service.engine.kernels import EXACT

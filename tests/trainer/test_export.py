@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from async_rl.errors import ConfigError, WriteFailed
-from async_rl.types import Group
+from async_rl.method.types import Group
 from tests.support.full_disk import largest_file
 from tests.support.trainer.checkpoint_worker import Run
 from trainer.checkpoint.files import checkpoint_path

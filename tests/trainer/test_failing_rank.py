@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.types import Group
+from async_rl.method.types import Group
 from tests.support.trainer import failing_rank_worker
 from tests.support.trainer.failing_rank_worker import FAILS_AT, HANG_S, SCENARIOS
 from trainer.checkpoint.files import newest_checkpoint

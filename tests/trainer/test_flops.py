@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from async_rl.preflight.model import read_shape
-from async_rl.tracking.throughput import ModelSize
+from async_rl.checks.preflight.model import read_shape
+from async_rl.records.throughput import ModelSize
 from trainer.devices.peak_flops import peak_of_name
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from async_rl.checks.preflight.model import read_shape
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.preflight.model import read_shape
-from async_rl.types import Group
+from async_rl.method.types import Group
 from trainer.batching.group_slice import GroupSlice, slices_of
 from trainer.batching.packing import pack
 from trainer.batching.shared_prompt import make_micro_batch

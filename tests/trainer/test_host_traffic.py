@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from async_rl.types import Group
+from async_rl.method.types import Group
 from tests.support.devices.fake_flash import FakeFlash
 from tests.support.devices.host_traffic import HostTraffic
 from trainer.devices import AttentionKernel, cpu

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
+from async_rl.checks.preflight.layout import require_layout
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
-from async_rl.model_shape import Experts, ModelShape
-from async_rl.preflight.layout import require_layout
-from async_rl.types import Group
+from async_rl.method.types import Group
+from async_rl.shared.model_shape import Experts, ModelShape
 from tests.support.trainer import layout_worker
 from tests.support.trainer.bf16_bound import bound, roundings
 from tests.support.trainer.layout_comparison import OneRank, compare, shares_of_bound

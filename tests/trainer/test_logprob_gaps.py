@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.group_proof import GroupProof
-from async_rl.proof.gap_limits import NoiseLimits, Unit, noise_scale
-from async_rl.proof.logprob_gaps import MIXED, LogprobGaps
-from async_rl.rollout.recorder import Recorder, Request
-from async_rl.types import Group, RolloutFacts, WeightSpan
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.proof.gap_limits import NoiseLimits, Unit, noise_scale
+from async_rl.method.proof.logprob_gaps import MIXED, LogprobGaps
+from async_rl.method.types import Group, RolloutFacts, WeightSpan
+from async_rl.rollouts.agents.recorder import Recorder, Request
 from tests.support.groups import random_group
 from trainer.batching.group_codec import pack_groups, unpack_groups
 from trainer.logprob_gaps import LARGEST_GAP, sums_of

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.algorithms import PolicyGradient, make_algorithm
 from async_rl.config.algorithm_section import AlgorithmSection
-from async_rl.types import Group
+from async_rl.method.algorithms import PolicyGradient, make_algorithm
+from async_rl.method.types import Group
 from tests.support.groups import make_group, make_response
 from tests.support.trainer.branched_groups import branched_group
 from tests.support.trainer.grpo_reference import expected_advantages

@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.config.file import parse_config
-from async_rl.config.sections import Config
-from async_rl.forecast import instance_memory, training_memory
-from async_rl.forecast.instance_memory import store_tokens
-from async_rl.forecast.training_memory import (
+from async_rl.checks.forecast import instance_memory, training_memory
+from async_rl.checks.forecast.instance_memory import store_tokens
+from async_rl.checks.forecast.training_memory import (
     Shares,
     layer_values_per_row,
     micro_batch_rows,
     rank_parameters,
     trained_model_bytes,
 )
-from async_rl.model_shape import ModelShape
-from async_rl.preflight.model import read_shape
-from async_rl.types import Group
+from async_rl.checks.preflight.model import read_shape
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config
+from async_rl.method.types import Group
+from async_rl.shared.model_shape import ModelShape
 from inference_service.engine import cache_size, kv_store
 from inference_service.engine.kv_store import KVStore
 from tests.support.minimal_config import minimal_tree

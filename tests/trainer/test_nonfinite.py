@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from async_rl.errors import NonFiniteGradient
-from async_rl.types import Group
+from async_rl.method.types import Group
 from tests.support.trainer.checkpoint_worker import Run
 from trainer.checkpoint.files import read_manifest
 from trainer.parallel import Parallel

@@ -2,7 +2,7 @@
 
 import pytest
 
-from async_rl.net.local_address import own_loopback
+from async_rl.shared.net.local_address import own_loopback
 from trainer.parallel import address_for_ranks
 
 

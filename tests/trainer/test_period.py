@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from async_rl.config.train_section import TrainSection
-from async_rl.group_proof import GroupProof
-from async_rl.ledger import Ledger
 from async_rl.loop import Window, train
-from async_rl.proof.gap_limits import NoiseLimits
-from async_rl.step_stats import StepStats
-from async_rl.tracking.recorder import Recorder
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Group, Publication
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.ledger import Ledger
+from async_rl.method.proof.gap_limits import NoiseLimits
+from async_rl.method.step_stats import StepStats
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Group, Publication
+from async_rl.records.recorder import Recorder
 from tests.support.trainer.replayed_rollouts import ReplayedRollouts
 from trainer.policy import optimizer
 from trainer.trainer import MegatronTrainer

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-import async_rl.fleet.endpoint
-import async_rl.weights.store_wire  # noqa: F401  # their errors, too
+import async_rl.rollouts.fleet.endpoint
+import async_rl.shared.weights.store_wire  # noqa: F401  # their errors, too
 from async_rl.errors import AsyncRLError, ConfigError, Fenced, RunStopped
 from trainer.process_end import exit_code_of
 

@@ -17,9 +17,9 @@ import trainer.__main__ as program
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import Fenced, PublishError, RewardError, RunStopped
-from async_rl.programs.failure_report import read_failure
-from async_rl.programs.start_gate import VARIABLE
-from async_rl.types import Publication
+from async_rl.method.types import Publication
+from async_rl.shared.programs.failure_report import read_failure
+from async_rl.shared.programs.start_gate import VARIABLE
 from trainer.stop_signal import StopSignal
 
 CONFIG = """
@@ -133,7 +133,7 @@ def test_a_rank_that_waits_for_its_launcher_has_loaded_and_opened_nothing(
     monkeypatch.setattr(program, "training_ranks", ranks)
     monkeypatch.setattr("trainer.session.open_session", open_session)
     monkeypatch.setenv(VARIABLE, str(gate))
-    monkeypatch.setattr("async_rl.programs.start_gate.time.sleep", lambda _: open_gate())
+    monkeypatch.setattr("async_rl.shared.programs.start_gate.time.sleep", lambda _: open_gate())
     with pytest.raises(Reached):
         program.run(load_config(tmp_path / "run.toml"), StopSignal())
     assert was_loaded == [True], "waited, for one look at the gate, after its imports"

@@ -19,10 +19,10 @@ from async_rl.errors import (
     RewardError,
     RunStopped,
 )
+from async_rl.method.types import Publication
 from async_rl.producer.client import Control, RemoteRecorder
 from async_rl.producer.process import END_TIMEOUT_S, ProducerAddress
-from async_rl.tracking.recorder import IterationRecord
-from async_rl.types import Publication
+from async_rl.records.recorder import IterationRecord
 from tests.support.minimal_config import minimal_tree
 from trainer.ending import Ending
 from trainer.parallel import Parallel

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.errors import ConfigError
-from async_rl.group_proof import GroupProof
-from async_rl.types import Group
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.types import Group
 from tests.support.trainer.branched_groups import one_of_each_kind
 from tests.support.trainer.grpo_reference import sample_logprobs
 from tests.support.trainer.layout_comparison import deviation, run_distributed

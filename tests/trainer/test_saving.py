@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from async_rl.errors import AsyncRLError, OnPolicyViolation, PublishError, RewardError, RunStopped
-from async_rl.ledger import Ledger
 from async_rl.loop import train
-from async_rl.proof.gap_limits import NoiseLimits
-from async_rl.tracking.recorder import Recorder
-from async_rl.types import Batch, Group, Publication
+from async_rl.method.ledger import Ledger
+from async_rl.method.proof.gap_limits import NoiseLimits
+from async_rl.method.types import Batch, Group, Publication
+from async_rl.records.recorder import Recorder
 from tests.support.finished_groups import Arriving
 from tests.support.trainer.checkpoint_worker import make_trainer, run_config
 from tests.support.trainer.failing_rank_worker import RaggedRank

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from async_rl.errors import ConfigError
-from async_rl.locks.lease import take_lease
+from async_rl.shared.locks.lease import take_lease
 from trainer.parallel import Parallel
 from trainer.shared_directory import require_shared
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from async_rl.errors import ConfigError, RewardError
-from async_rl.tracking.samples import NUM_GROUPS, NUM_ROLLOUTS
-from async_rl.types import Group
+from async_rl.method.types import Group
+from async_rl.records.samples import NUM_GROUPS, NUM_ROLLOUTS
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]

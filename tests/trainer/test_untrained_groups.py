@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_rl.algorithms.grpo import GRPO
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.group_proof import GroupProof
-from async_rl.step_stats import StepStats
-from async_rl.types import Group
+from async_rl.method.algorithms.grpo import GRPO
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.step_stats import StepStats
+from async_rl.method.types import Group
 from tests.support.trainer import layout_worker
 from tests.support.trainer.layout_worker import Job
 from trainer.forward_backward import PackedPass, TwoStagePass

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from async_rl.net.free_ports import free_ports
+from async_rl.shared.net.free_ports import free_ports
 from benchmarks.common.running_instance import launch
 from inference_service.vllm.command import SERVER_MODULE
 from tests.support import ROOT

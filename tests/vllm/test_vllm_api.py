@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from async_rl.errors import InstanceRestarted
-from async_rl.event_loop import EventLoopThread
-from async_rl.instance.client import InstanceClient
-from async_rl.instance.connections import Connections
-from async_rl.instance.partial_rollout import PartialRollout
-from async_rl.protocol.inference import SamplingParams
-from async_rl.protocol.routes import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
+from async_rl.rollouts.instance.client import InstanceClient
+from async_rl.rollouts.instance.connections import Connections
+from async_rl.rollouts.instance.partial_rollout import PartialRollout
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.protocol.inference import SamplingParams
+from async_rl.shared.protocol.routes import BOOT_ID_HEADER, MAX_CONCURRENCY_HEADER
 from tests.support import ROOT
 from tests.support.running_instance import Instance
 

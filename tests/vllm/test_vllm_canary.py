@@ -14,12 +14,12 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.event_loop import EventLoopThread
-from async_rl.pool.inference_pool import InferencePool
-from async_rl.proof.gap_limits import noise_scale
-from async_rl.publish.canary import Canary
-from async_rl.publish.publisher import Publisher
-from async_rl.weights.sender import WeightSender
+from async_rl.method.proof.gap_limits import noise_scale
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.publish.canary import Canary
+from async_rl.rollouts.publish.publisher import Publisher
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.weights.sender import WeightSender
 from tests.support.running_instance import Instance
 from trainer.devices import choose_device
 from trainer.ending import Ending

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.proof.gap_limits import noise_scale
+from async_rl.method.proof.gap_limits import noise_scale
 from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.local_run import Run
 from tests.support.tiny_model import make_tiny_model

@@ -1,14 +1,14 @@
-"""Groups as a JSON header and two tensors, which ranks broadcast: `async_rl.group_codec` as tensors."""
+"""Groups as a JSON header and two tensors, which ranks broadcast: `async_rl.method.group_codec` as tensors."""
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
-from async_rl import group_codec
-from async_rl.group_codec import Header
-from async_rl.token_arrays import Logprobs, TokenIds
-from async_rl.types import Group
+from async_rl.method import group_codec
+from async_rl.method.group_codec import Header
+from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.types import Group
 
 
 def pack_groups(groups: Sequence[Group]) -> tuple[list[Header], torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import LeaderFailed
 from async_rl.loop import Window
-from async_rl.training_order import TrainingOrder
+from async_rl.method.training_order import TrainingOrder
 from trainer.batching.group_codec import empty_tensors, pack_groups, unpack_groups
 from trainer.batching.packing import pack_windows
 from trainer.parallel import Parallel

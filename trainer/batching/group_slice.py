@@ -7,8 +7,8 @@ long for a micro-batch is split into micro-groups.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from async_rl.token_arrays import TokenIds
-from async_rl.types import Group, Response
+from async_rl.method.token_arrays import TokenIds
+from async_rl.method.types import Group, Response
 
 
 @dataclass(frozen=True, slots=True)

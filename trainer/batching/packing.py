@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from async_rl.loop import Window
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Group
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Group
 from trainer.batching.group_slice import GroupSlice, num_rows
 
 T = TypeVar("T")

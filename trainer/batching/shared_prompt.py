@@ -36,7 +36,7 @@ JUDGED_EVERY = 4
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The tokens whose draws are judged (`async_rl.proof.draws`), chosen by their place in the response alone: what is
+    """The tokens whose draws are judged (`proof/draws.py`), chosen by their place in the response alone: what is
     drawn must not decide what is counted.
 
     `rows` are the J rows of logits that give them, ascending, on the host, and `rows_J` on the device; `index_N` has

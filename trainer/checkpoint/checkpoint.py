@@ -24,9 +24,9 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from async_rl.config.sections import Config
-from async_rl.data.history import History
 from async_rl.errors import AsyncRLError, ConfigError, LeaderFailed, WriteFailed
-from async_rl.files import named_write_errors, write_failed
+from async_rl.rollouts.data.history import History
+from async_rl.shared.files import named_write_errors, write_failed
 from trainer.checkpoint.compatibility import Contents, require_same_run
 from trainer.checkpoint.files import (
     checkpoint_path,

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from async_rl.algorithms import ALGORITHMS
 from async_rl.config.file import parse_config
 from async_rl.config.reward_section import OPTIONS as REWARD_OPTIONS
 from async_rl.config.reward_section import RewardSettings
 from async_rl.config.section import NoOptions
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.method.algorithms import ALGORITHMS
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from async_rl.errors import ConfigError
-from async_rl.files import replace_directory, write_file
+from async_rl.shared.files import replace_directory, write_file
 
 MANIFEST = "manifest.json"
 FORMAT = 1

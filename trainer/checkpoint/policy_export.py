@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from async_rl.checks.preflight.model import find_checkpoint, read_shape
 from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
-from async_rl.preflight.model import find_checkpoint, read_shape
 from trainer.checkpoint.checkpoint import fill, read_checked
 from trainer.checkpoint.tensors import POLICY, model_tensors
 from trainer.hf.checkpoint import save_hf_checkpoint

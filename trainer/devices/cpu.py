@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from async_rl.cpu.memory import keep_freed_memory
-from async_rl.cpu.products import matmul
+from async_rl.shared.cpu.memory import keep_freed_memory
+from async_rl.shared.cpu.products import matmul
 from trainer.devices.cpu_attention import CPUAttention
 from trainer.devices.cpu_ops import linear, rms_norm, rotary
 from trainer.devices.layer_ops import LayerOps

@@ -1,10 +1,10 @@
-"""The CPU with the operations of `async_rl.cpu.exact`: what `train.exact` chooses.
+"""The CPU with the operations of `async_rl.shared.cpu.exact`: what `train.exact` chooses.
 
 Forward is computed by them; backward is that of the ordinary kernels, on the same values.
 """
 
-from async_rl.cpu import exact
-from async_rl.cpu.reproducible import use_reproducible_products
+from async_rl.shared.cpu import exact
+from async_rl.shared.cpu.reproducible import use_reproducible_products
 from trainer.devices import cpu
 from trainer.devices.cpu import BACKEND, DEVICE, MODEL_OPTIONS
 from trainer.devices.cpu_ops import exact_linear

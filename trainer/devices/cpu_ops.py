@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from async_rl.cpu import exact, products
+from async_rl.shared.cpu import exact, products
 
 Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -45,7 +45,7 @@ def linear(
 
 
 def exact_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: Any) -> torch.Tensor:
-    """As `linear`, on one rank, with the forward pass of `async_rl.cpu.exact`."""
+    """As `linear`, on one rank, with the forward pass of `async_rl.shared.cpu.exact`."""
     out: torch.Tensor = _Linear.apply(exact.linear, input, weight, bias, None)  # type: ignore[no-untyped-call]
     return out
 

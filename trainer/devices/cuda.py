@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.errors import ConfigError
-from async_rl.programs.cuda_driver import OTHER_BUILD, driver_version, is_too_old, needed_driver
+from async_rl.shared.programs.cuda_driver import OTHER_BUILD, driver_version, is_too_old, needed_driver
 from trainer.devices.cuda_attention import CUDAAttention
 from trainer.devices.layer_ops import LayerOps
 

@@ -1,4 +1,4 @@
-"""Attention over packed sequences whose forward pass is `async_rl.cpu.exact`; for `cpu_exact.py`.
+"""Attention over packed sequences whose forward pass is `async_rl.shared.cpu.exact`; for `cpu_exact.py`.
 
 Entries are gathered into batches of one width (see `exact.key_width`), so each is computed as if it were alone.
 
@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from async_rl.cpu import exact
+from async_rl.shared.cpu import exact
 from trainer.devices.attention_part import Part
 from trainer.devices.cpu_attention import MAX_BATCH_ROWS, PLANS_KEPT, CPUAttention
 

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from async_rl.files import replace_directory, write_failed
-from async_rl.preflight.model import CHECKPOINT_FILES
-from async_rl.weights.stream import buckets
+from async_rl.checks.preflight.model import CHECKPOINT_FILES
+from async_rl.shared.files import replace_directory, write_failed
+from async_rl.shared.weights.stream import buckets
 from trainer.hf.weight_export import WeightExport
 from trainer.hf.weights import INDEX_FILE, SINGLE_FILE
 from trainer.model.gpt import SharedPromptGPT

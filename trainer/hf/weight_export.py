@@ -14,7 +14,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from async_rl.weights.stream import TensorSpec
+from async_rl.shared.weights.stream import TensorSpec
 from trainer.hf.weight_map import Layout, WeightEntry, weight_map
 from trainer.model.gpt import SharedPromptGPT
 

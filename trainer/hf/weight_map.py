@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from async_rl.model_shape import ModelShape
+from async_rl.shared.model_shape import ModelShape
 from trainer.parallel import Parallel
 
 EMBEDDING = "model.embed_tokens.weight"

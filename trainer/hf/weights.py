@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from async_rl.checks.preflight.weight_files import HEAD, require_tied_head, stored_tensors
 from async_rl.errors import ConfigError
-from async_rl.preflight.weight_files import HEAD, require_tied_head, stored_tensors
 from trainer.hf.weight_map import VALUE_HEAD, Layout, WeightEntry, tied_head, weight_map
 from trainer.model.gpt import SharedPromptGPT
 

@@ -29,7 +29,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from async_rl.model_shape import Experts
+from async_rl.shared.model_shape import Experts
 from trainer.devices.host_copies import to_device
 from trainer.devices.layer_ops import LayerOps
 

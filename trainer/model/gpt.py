@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.model_shape import ModelShape
+from async_rl.shared.model_shape import ModelShape
 from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from async_rl.proof.draws import POWERS
+from async_rl.method.proof.draws import POWERS
 from trainer.batching.shared_prompt import Judged
 from trainer.devices.layer_ops import DEFAULT_OPS, LayerOps
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from async_rl.model_shape import ModelShape
+from async_rl.shared.model_shape import ModelShape
 from trainer.batching.shared_prompt import Labels
 from trainer.model.gpt import SharedPromptGPT
 from trainer.model.logprobs import Scores

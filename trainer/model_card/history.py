@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from async_rl.tracking.run_records import Record, RecordFile, RunRecords, has_iteration, number_of, record_of
+from async_rl.records.run_records import Record, RecordFile, RunRecords, has_iteration, number_of, record_of
 from trainer.model_card.markdown import NOTHING, code, figure, table
 
 MAX_ROWS = 10

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from async_rl.protocol.sender import ALL_STRENGTHS, CONSTANT
+from async_rl.shared.protocol.sender import ALL_STRENGTHS, CONSTANT
 from trainer.hf.weight_map import Fusion, Layout, tied_head, weight_map
 from trainer.model.gpt import SharedPromptGPT
 

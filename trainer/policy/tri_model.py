@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
+from async_rl.checks.preflight.model import find_checkpoint, read_shape
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.model_shape import ModelShape
-from async_rl.preflight.model import find_checkpoint, read_shape
+from async_rl.shared.model_shape import ModelShape
 from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import SharedPromptGPT, build_model
 from trainer.parallel import Parallel

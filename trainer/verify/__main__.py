@@ -20,7 +20,7 @@ def record(directory: Path, config: Config, stop: StopSignal, *, needs_all: bool
     with training_ranks(config, stop) as (parallel, ending):
         # As in `trainer.__main__`: after the config was validated, and MindSpeed before Megatron.
         from async_rl.loop import train
-        from async_rl.proof.gap_limits import noise_limits
+        from async_rl.method.proof.gap_limits import noise_limits
         from trainer.session import open_session
         from trainer.verify.recording import RecordingRank, RecordingRollouts
         from trainer.verify.scoring import Scorer

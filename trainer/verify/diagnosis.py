@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits, noise_scale
+from async_rl.method.proof.gap_limits import MIN_TOKENS, NoiseLimits, noise_scale
 from trainer.logprob_gaps import sums_of
 
 Cause = Literal["temperature", "head", "dtype", "rounding", "weights"]

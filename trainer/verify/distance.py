@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from async_rl.preflight.model import find_checkpoint
+from async_rl.checks.preflight.model import find_checkpoint
 
 
 class Tensors:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from async_rl.token_arrays import TokenIds
-from async_rl.types import Batch, Group, Prompt, WeightVersion
+from async_rl.method.token_arrays import TokenIds
+from async_rl.method.types import Batch, Group, Prompt, WeightVersion
 from trainer.batching.group_codec import pack_groups, unpack_groups
 from trainer.hf.checkpoint import save_tensors
 

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import PublishError
-from async_rl.files import write_file
-from async_rl.group_proof import GroupProof
-from async_rl.ledger import gaps_by_instance
 from async_rl.loop import Rollouts, Window
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.ledger import gaps_by_instance
+from async_rl.method.proof.gap_limits import MIN_TOKENS, NoiseLimits
+from async_rl.method.proof.logprob_gaps import LogprobGaps
+from async_rl.method.selection.finished_groups import FinishedGroups
+from async_rl.method.step_stats import StepStats
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Batch, Group, Publication, WeightVersion
 from async_rl.producer.client import Control
-from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits
-from async_rl.proof.logprob_gaps import LogprobGaps
-from async_rl.selection.finished_groups import FinishedGroups
-from async_rl.step_stats import StepStats
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, Publication, WeightVersion
+from async_rl.shared.files import write_file
 from trainer.rank import TrainingRank
 from trainer.verify.diagnosis import Diagnosis
 from trainer.verify.recorded_groups import write_share

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from async_rl.config.sections import Config
-from async_rl.group_proof import GroupProof
 from async_rl.loop import Window, train
-from async_rl.step_stats import StepStats
-from async_rl.tracking.recorder import Recorder
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, Publication, WeightVersion
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.step_stats import StepStats
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Batch, Group, Publication, WeightVersion
+from async_rl.records.recorder import Recorder
 from trainer.parallel import Parallel
 from trainer.session import make_ledger
 from trainer.trainer import MegatronTrainer

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from async_rl.config.sections import Config
-from async_rl.group_codec import unpack
-from async_rl.proof.gap_limits import noise_limits
-from async_rl.proof.logprob_gaps import MIXED
-from async_rl.token_arrays import Logprobs, TokenIds
-from async_rl.types import Group
+from async_rl.method.group_codec import unpack
+from async_rl.method.proof.gap_limits import noise_limits
+from async_rl.method.proof.logprob_gaps import MIXED
+from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.types import Group
 from trainer.batching.group_codec import joined_tensor, pack_groups
 from trainer.forward_backward import make_passes
 from trainer.model.gpt import SharedPromptGPT, build_model

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from async_rl.config.file import load_config
 from async_rl.errors import AsyncRLError
-from async_rl.programs.failure_report import report_failure
+from async_rl.shared.programs.failure_report import report_failure
 from deploy.quickstart.base_model import make_base_model, make_parser, write_data
 from deploy.quickstart.kind import KINDS
 from deploy.quickstart.smollm2.checkpoint import cached_checkpoint

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from async_rl.algorithms import ALGORITHMS, make_algorithm
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.algorithm_traits import TRAITS
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.method.algorithms import ALGORITHMS, make_algorithm
 from tests.support.minimal_config import minimal_tree
 
 

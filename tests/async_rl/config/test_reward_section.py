@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rl.checks.preflight.reward import require_reward
 from async_rl.config.file import load_config
 from async_rl.config.reward_section import RewardPart, RewardSection
 from async_rl.errors import ConfigError
-from async_rl.preflight.reward import require_reward
 from tests.support.minimal_config import MINIMAL
 
 

@@ -7,7 +7,7 @@ from async_rl.config.file import load_config
 from async_rl.config.keys import kinds_of
 from async_rl.config.sections import NEEDS, Config
 from async_rl.errors import ConfigError
-from async_rl.protocol.inference import InitInfo
+from async_rl.shared.protocol.inference import InitInfo
 from tests.support.minimal_config import MINIMAL
 
 

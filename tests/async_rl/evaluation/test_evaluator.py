@@ -15,13 +15,13 @@ from async_rl.errors import RolloutFailed, RunStopped
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sets import LoadedSet
-from async_rl.event_loop import EventLoopThread
-from async_rl.pool.inference_pool import InferencePool
-from async_rl.rewards import Reward, make_reward
-from async_rl.rollout.group_maker import SingleTurns
-from async_rl.rollout.trajectory import Trajectory
-from async_rl.seeds import evaluation_seed, group_seed
-from async_rl.types import Batch, Prompt, Scores
+from async_rl.method.seeds import evaluation_seed, group_seed
+from async_rl.method.types import Batch, Prompt, Scores
+from async_rl.rollouts.groups.group_maker import SingleTurns
+from async_rl.rollouts.groups.trajectory import Trajectory
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.rewards import Reward, make_reward
+from async_rl.shared.event_loop import EventLoopThread
 from benchmarks.common.local_producer import LocalProducer as Producer
 from tests.support.groups import make_response
 

@@ -5,9 +5,9 @@ import pytest
 
 from async_rl.evaluation.figures import ScoredPrompt, figures_of, intervals_of
 from async_rl.evaluation.intervals import mean_interval, share_interval
-from async_rl.rollout.trajectory import Trajectory
-from async_rl.tracking.pass_at_k import ks_of, pass_at_k
-from async_rl.types import Scores
+from async_rl.method.types import Scores
+from async_rl.records.pass_at_k import ks_of, pass_at_k
+from async_rl.rollouts.groups.trajectory import Trajectory
 from tests.support.groups import make_response
 
 

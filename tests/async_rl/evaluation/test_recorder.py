@@ -10,9 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from async_rl.config.sections import TrackingSection
 from async_rl.errors import Fenced
 from async_rl.evaluation.recorder import EvaluationRecorder, SetResult, SourceResult
-from async_rl.tracking.records import cut_run_records
-from async_rl.tracking.run_records import EVALUATIONS
-from async_rl.tracking.trackers.choice import open_trackers
+from async_rl.records.records import cut_run_records
+from async_rl.records.run_records import EVALUATIONS
+from async_rl.records.trackers.choice import open_trackers
 
 
 def result(iteration: int, num_prompts: int = 3, **figures: float) -> SetResult:

@@ -8,10 +8,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from async_rl.config.evaluation_section import EvaluationSection
 from async_rl.config.prompts_section import PromptsSection
-from async_rl.data.prompts import load_prompts
 from async_rl.errors import ConfigError
 from async_rl.evaluation.sets import load_sets, source_of
-from async_rl.types import Prompt
+from async_rl.method.types import Prompt
+from async_rl.rollouts.data.prompts import load_prompts
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from async_rl.config.evaluation_section import EvaluationSection, EvaluationSet
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.recorder import SetResult
 from async_rl.evaluation.sets import LoadedSet
-from async_rl.rollout.trajectory import Trajectory
-from async_rl.types import Prompt, Scores
+from async_rl.method.types import Prompt, Scores
+from async_rl.rollouts.groups.trajectory import Trajectory
 from tests.support import virtual_time
 from tests.support.groups import make_response
 

@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 import pytest
 
 from async_rl.errors import ConfigError, InstanceRefused, ProducerFailed, ProducerLost, PublishError, WriteFailed
-from async_rl.event_loop import EventLoopThread
-from async_rl.net.listener import listen
 from async_rl.producer import connection as connection_module
 from async_rl.producer import server as server_module
 from async_rl.producer.client import Control
@@ -30,6 +28,8 @@ from async_rl.producer.frames import (
 )
 from async_rl.producer.process import ProducerAddress
 from async_rl.producer.server import ControlLink, ProducerServer
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.net.listener import listen
 
 pytestmark = pytest.mark.distributed
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from async_rl.method.types import Batch, Group, Prompt
 from async_rl.producer.dock import Dock, Docking, has_fixed_shares, num_tokens, own_shares
-from async_rl.types import Batch, Group, Prompt
 from tests.support.groups import random_group
 
 MICRO_BATCH = 4000

@@ -13,9 +13,9 @@ import pytest
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, Fenced, ProducerLost, RunStopped
-from async_rl.locks.lease import take_lease
 from async_rl.producer import process as process_module
 from async_rl.producer.process import MARK, ProducerProcess, kill_marked
+from async_rl.shared.locks.lease import take_lease
 from tests.support import ROOT
 from tests.support.minimal_config import minimal_tree
 
@@ -33,8 +33,8 @@ def test_it_loads_a_tokenizer_and_writes_figures_without_torch(tiny_model: Calla
     code = (
         "import sys\n"
         "import async_rl.producer.program\n"
-        "from async_rl.tokenizer import load_tokenizer\n"
-        "from async_rl.tracking.tensorboard import ScalarFile\n"
+        "from async_rl.rollouts.tokenizer import load_tokenizer\n"
+        "from async_rl.records.tensorboard import ScalarFile\n"
         "from pathlib import Path\n"
         f"tokenizer, _ = load_tokenizer('tiny', {str(tiny_model())!r})\n"
         "assert tokenizer.decode(tokenizer.encode('w1', add_special_tokens=False))\n"

@@ -13,15 +13,15 @@ from async_rl.config.pool_section import PoolSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import InstanceRefused, NoInstanceLeft, ProducerFailed, RewardError, RolloutLost, RunStopped
-from async_rl.event_loop import EventLoopThread
-from async_rl.pool.inference_pool import InferencePool
+from async_rl.method.types import Batch, Group, Prompt, Response, Scores
 from async_rl.producer.client import RemoteRun
 from async_rl.producer.dock import Docking
 from async_rl.producer.frames import error_as_data, frame
 from async_rl.producer.running_batch import RunningBatch
-from async_rl.rewards import Reward, make_reward
-from async_rl.rollout.group_maker import SingleTurns
-from async_rl.types import Batch, Group, Prompt, Response, Scores
+from async_rl.rollouts.groups.group_maker import SingleTurns
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.rewards import Reward, make_reward
+from async_rl.shared.event_loop import EventLoopThread
 from benchmarks.common.local_producer import LocalProducer as Producer
 
 pytestmark = pytest.mark.distributed

@@ -72,7 +72,7 @@ def test_an_end_that_no_restart_mends_is_the_last_one(deployment: Deployment, tm
 def test_a_named_error_that_cannot_pass_is_the_last_one(deployment: Deployment, tmp_path: Path) -> None:
     code = (
         "import os\nfrom async_rl.errors import RewardError\n"
-        "from async_rl.programs.failure_report import report_failure\n"
+        "from async_rl.shared.programs.failure_report import report_failure\n"
         "report_failure(RewardError('reward x failed'), os.environ)\nos._exit(1)"
     )
     kept = keep(deployment, tmp_path, code)
@@ -84,7 +84,7 @@ def test_a_named_error_that_cannot_pass_is_the_last_one(deployment: Deployment, 
 def test_the_report_of_an_earlier_start_is_not_read_again(deployment: Deployment, tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom async_rl.errors import PublishError\n"
-        "from async_rl.programs.failure_report import report_failure\n"
+        "from async_rl.shared.programs.failure_report import report_failure\n"
         "if sys.argv[1:] == ['--again']: os._exit(4)\n"
         "report_failure(PublishError('no instance took the weights'), os.environ)\nos._exit(1)"
     )
@@ -113,7 +113,7 @@ def test_a_first_start_that_finds_another_run_is_the_last_one(
 ) -> None:
     """A later one may find what is left of itself, which is still saving."""
     code = "import os\nfrom async_rl.errors import RunDirInUse as InUse\n"
-    code += "from async_rl.programs.failure_report import report_failure\n"
+    code += "from async_rl.shared.programs.failure_report import report_failure\n"
     code += "report_failure(InUse('it is in use'), os.environ)\nos._exit(1)"
     kept = keep(deployment, tmp_path, code)
     kept.final_at_first = "RunDirInUse" if first else None

@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from async_rl.protocol.fleet import FleetInfo, InstanceInfo
+from async_rl.shared.protocol.fleet import FleetInfo, InstanceInfo
 from deploy.cluster.live_view import (
     LiveView,
     PoolRow,

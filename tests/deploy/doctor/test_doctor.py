@@ -15,11 +15,11 @@ from time import time
 
 import pytest
 
+from async_rl.checks.forecast.run_forecast import RunForecast, forecast_run
+from async_rl.checks.preflight.model import read_shape
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
-from async_rl.forecast.run_forecast import RunForecast, forecast_run
-from async_rl.preflight.model import read_shape
-from async_rl.programs.extras import MODULES
+from async_rl.shared.programs.extras import MODULES
 from deploy.doctor import devices
 from deploy.doctor.__main__ import main, show
 from deploy.doctor.clocks import find_clock_facts, servers_of

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from async_rl.checks.forecast.run_forecast import forecast_run
+from async_rl.checks.preflight.first_look import FirstLook, look_at_source
 from async_rl.config.file import parse_config
 from async_rl.config.keys import keys_of
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.forecast.run_forecast import forecast_run
-from async_rl.model_shape import ModelShape
-from async_rl.preflight.first_look import FirstLook, look_at_source
+from async_rl.shared.model_shape import ModelShape
 from deploy.init.__main__ import main
 from deploy.init.choose import ROOM, Seen, choose, learning_rate, tree_of
 from deploy.init.vllm_choice import BESIDE, VllmChoice, find_vllm

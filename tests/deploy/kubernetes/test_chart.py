@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from async_rl.config.file import load_config
-from async_rl.fleet.metrics import INSTANCE_GAUGES, RUN_GAUGES
+from async_rl.rollouts.fleet.metrics import INSTANCE_GAUGES, RUN_GAUGES
 from deploy.kubernetes.__main__ import CHART
 from deploy.kubernetes.training_pod import MAY_PASS
 from tests.support import ROOT

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from async_rl.config.pool_section import PoolSection
-from async_rl.fleet.metrics import RUN_GAUGES, FleetMetrics
-from async_rl.pool.inference_pool import InferencePool
+from async_rl.rollouts.fleet.metrics import RUN_GAUGES, FleetMetrics
+from async_rl.rollouts.pool.inference_pool import InferencePool
 from tests.support import ROOT
 
 DASHBOARD = json.loads((ROOT / "deploy" / "kubernetes" / "chart" / "files" / "dashboard.json").read_text())

@@ -23,7 +23,7 @@ Start = Callable[..., Process]
 RAISES = """
 import os
 from async_rl import errors
-from async_rl.programs.failure_report import report_failure
+from async_rl.shared.programs.failure_report import report_failure
 report_failure(errors.{error}("why"), os.environ)
 raise SystemExit(1)
 """

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.checks.forecast.run_forecast import forecast_run
+from async_rl.checks.preflight.model import read_shape
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError
-from async_rl.forecast.run_forecast import forecast_run
-from async_rl.preflight.model import read_shape
 from deploy.local.check import check_run, main
 from deploy.local.machine_memory import HostMemory, device_memory, host_memory
 from deploy.local.memory_fit import GIB, Capacity, find_misfits

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.locks.run_lock import LAUNCHER_LOCK_FILE, lock_run
+from async_rl.shared.locks.run_lock import LAUNCHER_LOCK_FILE, lock_run
 from deploy.local.run import main
 from tests.support import ROOT
 

@@ -42,7 +42,7 @@ def test_a_failing_trainer_is_reported_with_its_exit_code_and_last_lines(ground:
 def test_a_named_error_of_the_trainer_is_shown_alone_with_its_log(ground: Any) -> None:
     ground.then_trainer_does(
         "from async_rl.errors import LeaderFailed, RewardError\n"
-        "from async_rl.programs.failure_report import report_failure\n"
+        "from async_rl.shared.programs.failure_report import report_failure\n"
         "consequence = LeaderFailed('the leader failed')\n"
         "if os.fork() == 0:\n    report_failure(consequence, os.environ)\n    os._exit(1)\n"
         "os.wait()\n"
@@ -110,7 +110,7 @@ def test_a_trainer_that_no_restart_mends_ends_the_run_while_the_instances_load(g
     ground.before_instances_serve("time.sleep(300)")
     ground.before_trainer_waits(
         "from async_rl.errors import ConfigError\n"
-        "from async_rl.programs.failure_report import report_failure\n"
+        "from async_rl.shared.programs.failure_report import report_failure\n"
         "report_failure(ConfigError('no such algorithm'), os.environ)\nsys.exit(2)"
     )
     local = ground.start()

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError, RunDirInUse
-from async_rl.locks.lease import take_lease
-from async_rl.locks.run_lock import lock_run
+from async_rl.shared.locks.lease import take_lease
+from async_rl.shared.locks.run_lock import lock_run
 from deploy.quickstart.__main__ import find_vllm_python, make_run_dir, quickstart, show_summary
 from deploy.quickstart.kind import KINDS
 

@@ -33,7 +33,7 @@ def test_a_run_survives_its_processes_and_its_time_limit(
         return [p for p in slurm.processes() if module in (words := command_of(p)) and "deploy.slurm.task" not in words]
 
     def processes(module: str) -> list[psutil.Process]:
-        return [p for p in own(module) if "async_rl.programs.process_guard" not in command_of(p)]
+        return [p for p in own(module) if "async_rl.shared.programs.process_guard" not in command_of(p)]
 
     rank = next(p for p in processes("async_rl.trainer") if "async_rl.torchrun" not in command_of(p))
     rank.kill()

@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Message
 
 from async_rl.errors import AsyncRLError
-from async_rl.protocol import token_frames
+from async_rl.shared.protocol import token_frames
 from inference_service.api.event_stream import END, Disconnected, EventStream, FrameStream, unless_disconnected
 from inference_service.engine_interface import OutOfService
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from async_rl.protocol.body import Body
-from async_rl.protocol.fleet import AddRequest, NameRequest, RegisterRequest
-from async_rl.protocol.inference import (
+from async_rl.shared.protocol.body import Body
+from async_rl.shared.protocol.fleet import AddRequest, NameRequest, RegisterRequest
+from async_rl.shared.protocol.inference import (
     AbortRequest,
     FinishUpdateRequest,
     InitInfo,

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.protocol.inference import GenerateChunk, GenerateResponse, SamplingParams
+from async_rl.shared.protocol.inference import GenerateChunk, GenerateResponse, SamplingParams
 from inference_service.api.responses import LOWEST_LOGPROB, GenerateChunks, extend_spans, generate_response
 from inference_service.engine_interface import Choice, Sample
 

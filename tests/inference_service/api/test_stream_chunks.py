@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.protocol import token_frames
-from async_rl.protocol.inference import SamplingParams
+from async_rl.shared.protocol import token_frames
+from async_rl.shared.protocol.inference import SamplingParams
 from inference_service.api.requests import CompletionRequest
 from inference_service.api.stream_chunks import completion_chunks, generate_chunks
 from inference_service.engine_interface import Choice, OutOfService, Sample

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 
-from async_rl.protocol import inference, token_frames
+from async_rl.shared.protocol import inference, token_frames
 
 pytestmark = pytest.mark.distributed
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from async_rl.protocol.inference import SamplingParams
+from async_rl.shared.protocol.inference import SamplingParams
 from benchmarks.common.random_model import random_model
 from inference_service.engine.batching import Batching
 from inference_service.engine.cache_size import plan_cache

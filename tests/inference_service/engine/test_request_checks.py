@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.protocol.inference import SamplingParams
+from async_rl.shared.protocol.inference import SamplingParams
 from inference_service.engine_interface import Limits, RequestRefused, check_request
 
 TOKENS = st.integers(-2, 7)

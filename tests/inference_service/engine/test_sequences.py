@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Listing
 
-from async_rl.protocol.inference import SamplingParams
+from async_rl.shared.protocol.inference import SamplingParams
 from inference_service.engine.sequences import Sequence
 from inference_service.engine.stop_texts import StopTexts
 from inference_service.engine_interface import Sample

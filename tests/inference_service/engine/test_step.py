@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from async_rl.protocol.inference import SamplingParams
+from async_rl.shared.protocol.inference import SamplingParams
 from benchmarks.common.random_model import random_model
 from inference_service.engine import segments
 from inference_service.engine.kv_store import KVStore, NoRoom

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
-from async_rl.protocol.inference import SamplingParams
+from async_rl.shared.protocol.inference import SamplingParams
 from inference_service.engine.sequences import Request, Sequence
 from inference_service.engine.transformers_engine import INTERVAL_S, StreamWaker
 from inference_service.engine_interface import Sample

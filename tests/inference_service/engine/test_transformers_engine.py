@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from async_rl.errors import PublishError
-from async_rl.protocol.inference import InitInfo, SamplingParams, UpdateInfo
-from async_rl.weights.snapshot import SnapshotWriter
+from async_rl.shared.protocol.inference import InitInfo, SamplingParams, UpdateInfo
+from async_rl.shared.weights.snapshot import SnapshotWriter
 from benchmarks.common.random_model import random_model
 from inference_service.engine.cache_size import plan_cache
 from inference_service.engine.model import LoadedModel

@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 
 from async_rl.errors import NoAnswer
-from async_rl.net.free_ports import free_ports
-from async_rl.net.http_client import HttpClient, HttpResponse
+from async_rl.shared.net.free_ports import free_ports
+from async_rl.shared.net.http_client import HttpClient, HttpResponse
 from inference_service.vllm.server import NUM_LOST, EngineWatch
 
 SILENT = 0

@@ -15,9 +15,9 @@ import pytest
 
 from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ProcessFailed
-from async_rl.event_loop import EventLoopThread
-from async_rl.fleet.server import FleetServer
-from async_rl.pool.inference_pool import InferencePool
+from async_rl.rollouts.fleet.server import FleetServer
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.shared.event_loop import EventLoopThread
 from inference_service.vllm.command import Command
 from inference_service.vllm.scratch import PREFIX, SEGMENTS_FILE, Scratch
 from inference_service.vllm.server import VllmProcess, supervise

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from async_rl.errors import PublishError
-from async_rl.protocol.inference import UpdateInfo
-from async_rl.weights.store import StoreServer
-from async_rl.weights.stream import TensorSpec, WeightGroup
+from async_rl.shared.protocol.inference import UpdateInfo
+from async_rl.shared.weights.store import StoreServer
+from async_rl.shared.weights.stream import TensorSpec, WeightGroup
 from inference_service.engine_interface import RequestRefused
 from inference_service.vllm.weight_adapters import LoadsThroughCallback, ReloadsModel, form_of
 from inference_service.vllm.weight_receiver import WorkerReceiver, announced_specs, in_batches

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.weights.snapshot import SnapshotWriter
+from async_rl.shared.weights.snapshot import SnapshotWriter
 
 pytestmark = pytest.mark.distributed
 

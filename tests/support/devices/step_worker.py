@@ -10,8 +10,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.model_shape import ModelShape
-from async_rl.types import Group
+from async_rl.method.types import Group
+from async_rl.shared.model_shape import ModelShape
 from tests.support.groups import random_group
 from trainer.batching.group_slice import slices_of
 from trainer.batching.shared_prompt import make_micro_batch

@@ -3,8 +3,8 @@
 import random
 from dataclasses import replace
 
-from async_rl.token_arrays import TokenIds
-from async_rl.types import Group, Response, RolloutFacts
+from async_rl.method.token_arrays import TokenIds
+from async_rl.method.types import Group, Response, RolloutFacts
 from tests.support.groups import make_group, make_response
 
 MOST_RUNS = 3

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.protocol.sender import CONSTANT
-from async_rl.types import Publication
-from async_rl.weights.sender import WeightSource
-from async_rl.weights.stream import Fingerprint
+from async_rl.method.types import Publication
+from async_rl.shared.protocol.sender import CONSTANT
+from async_rl.shared.weights.sender import WeightSource
+from async_rl.shared.weights.stream import Fingerprint
 from tests.support.trainer.layout_worker import Job, make_trainer
 from trainer.devices import choose_device
 from trainer.ending import Ending

@@ -22,7 +22,7 @@ import torch
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.types import Group
+from async_rl.method.types import Group
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.files import newest_checkpoint
 from trainer.devices import choose_device

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.token_arrays import Logprobs, TokenIds
-from async_rl.types import Group, Response, WeightSpan
+from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.types import Group, Response, WeightSpan
 from tests.support.groups import make_group
 
 URL = "http://a:1"

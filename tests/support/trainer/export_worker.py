@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from async_rl.checks.preflight.model import read_shape
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.preflight.model import read_shape
 from tests.support.trainer.own_stores import OwnStores
 from trainer.devices import choose_device
 from trainer.hf.checkpoint import save_hf_checkpoint

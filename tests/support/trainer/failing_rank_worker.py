@@ -26,12 +26,12 @@ import torch
 
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ProducerLost, RewardError, RunStopped, WriteFailed
-from async_rl.group_proof import GroupProof
-from async_rl.ledger import Ledger
 from async_rl.loop import train
-from async_rl.proof.gap_limits import NoiseLimits
-from async_rl.tracking.recorder import IterationRecord, Recorder
-from async_rl.types import Batch, Group, Publication
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.ledger import Ledger
+from async_rl.method.proof.gap_limits import NoiseLimits
+from async_rl.method.types import Batch, Group, Publication
+from async_rl.records.recorder import IterationRecord, Recorder
 from tests.support.finished_groups import Arriving
 from tests.support.trainer.checkpoint_worker import make_trainer, run_config
 from tests.support.trainer.replayed_rollouts import ReplayedRollouts, one_by_one

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel
 
-from async_rl.types import Group, Response
+from async_rl.method.types import Group, Response
 
 
 def sample_distributions(model: PreTrainedModel, group: Group, response: Response, temperature: float) -> torch.Tensor:

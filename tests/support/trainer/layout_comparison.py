@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.token_arrays import Logprobs
-from async_rl.types import Group
+from async_rl.method.token_arrays import Logprobs
+from async_rl.method.types import Group
 from tests.support.trainer import layout_worker
 from tests.support.trainer.bf16_bound import EPS, LEARNING_RATE, bound, roundings
 from tests.support.trainer.layout_matrix import PACKED_TOKENS, Case

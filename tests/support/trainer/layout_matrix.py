@@ -1,6 +1,6 @@
 """The matrix of layouts that `test_layouts.py` compares with one rank, the expected results, and a pairwise cover.
 
-`ACCEPTED` is written by hand, independent of the rule in `async_rl/preflight/layout.py` that it is compared with.
+`ACCEPTED` is written by hand, independent of the rule in `async_rl/checks/preflight/layout.py` it is compared with.
 """
 
 import random

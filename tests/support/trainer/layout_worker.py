@@ -21,8 +21,8 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Batch, Group
 from tests.support.finished_groups import Arriving
 from tests.support.trainer.own_stores import OwnStores
 from trainer.devices import choose_device

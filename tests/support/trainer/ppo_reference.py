@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from async_rl.types import Group, Response
+from async_rl.method.types import Group, Response
 from tests.support.trainer.grpo_reference import is_sampled, rollouts_of, sample_logprobs
 
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
 
-from async_rl.group_proof import GroupProof
-from async_rl.types import Batch, Group
+from async_rl.method.group_proof import GroupProof
+from async_rl.method.types import Batch, Group
 from tests.support.finished_groups import Arriving
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.types import Publication
-from async_rl.weights.sender import WeightSource
+from async_rl.method.types import Publication
+from async_rl.shared.weights.sender import WeightSource
 from tests.support.trainer.layout_worker import Job, make_trainer
 from trainer.devices import choose_device
 from trainer.ending import Ending

@@ -14,7 +14,7 @@ LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)
 PR_GET_PDEATHSIG = 2
 
 VOLATILE = ("COLUMNS", "LINES", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "PYTEST_CURRENT_TEST")
-"""The first two are set by readline, past `os.environ`, the next by `async_rl.cpu.products`, when it is imported."""
+"""The first two are set by readline, past `os.environ`, the next by `shared/cpu/products.py`, when it is imported."""
 
 
 def facts() -> dict[str, object]:

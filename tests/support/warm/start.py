@@ -20,7 +20,7 @@ STARTS_OTHERS = (
     *TRAINS,
     "async_rl.producer",
     "async_rl.torchrun",
-    "async_rl.programs.process_guard",
+    "async_rl.shared.programs.process_guard",
     "deploy.kubernetes.training_pod",
     "deploy.local.evaluate",
     "deploy.local.run",
@@ -34,7 +34,7 @@ STARTS_OTHERS = (
 LEAVES = (
     *("async_rl.evaluation", "inference_service", "trainer", "trainer.export"),
     *("deploy.quickstart.warm_start", "trainer.verify.distance"),
-    *("async_rl.preflight.trial", "async_rl.rewards.worker", "async_rl.rollout.program_worker"),
+    *("async_rl.checks.preflight.trial", "async_rl.rollouts.rewards.worker", "async_rl.rollouts.agents.program_worker"),
     *("tests.support.code_worker", "tests.support.receiving_instance"),
     *("tests.support.scripted_instance", "tests.support.stream_receiver", "tests.support.warm.facts"),
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from async_rl.types import Group
+from async_rl.method.types import Group
 from tests.support.groups import random_group
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import shared_prompt_attention

@@ -1,4 +1,4 @@
-"""Groups pass between ranks as tensors; tests/async_rl/test_group_codec.py has all that is in them."""
+"""Groups pass between ranks as tensors; tests/async_rl/method/test_group_codec.py has all that is in them."""
 
 import json
 

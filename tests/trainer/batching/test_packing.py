@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from async_rl.config.train_section import TrainSection
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group, Prompt
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Batch, Group, Prompt
 from tests.support.groups import random_group
 from trainer.batching.group_slice import GroupSlice, num_rows, slices_of, split_slice
 from trainer.batching.packing import pack, pack_windows

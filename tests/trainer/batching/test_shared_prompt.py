@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from async_rl.types import Group
+from async_rl.method.types import Group
 from tests.support.groups import make_group, make_response, random_group
 from tests.support.trainer.branched_groups import branched_group, one_of_each_kind
 from trainer.batching.group_slice import GroupSlice, num_rows, slices_of, split_slice

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from async_rl.errors import ConfigError, Fenced, WriteFailed
-from async_rl.types import Group
+from async_rl.method.types import Group
 from tests.support.full_disk import largest_file
 from tests.support.trainer.checkpoint_worker import TIMEOUT_S, Run, make_trainer, run_config, train_elementwise
 from trainer.checkpoint.checkpoint import Checkpoints

@@ -9,10 +9,10 @@ import pytest
 from async_rl.config.file import parse_config
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.sections import Config
-from async_rl.data.prompt_table import PromptTable
 from async_rl.errors import ConfigError
-from async_rl.programs.user_file import file_identity
-from async_rl.rewards.identity import reward_identity
+from async_rl.rollouts.data.prompt_table import PromptTable
+from async_rl.rollouts.rewards.identity import reward_identity
+from async_rl.shared.programs.user_file import file_identity
 from trainer.checkpoint.compatibility import Contents, require_same_run
 
 

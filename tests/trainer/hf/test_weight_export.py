@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_rl.preflight.model import read_shape
+from async_rl.checks.preflight.model import read_shape
 from trainer.hf.weight_map import weight_map
 
 pytestmark = pytest.mark.distributed

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.model_shape import Experts, ModelShape
+from async_rl.shared.model_shape import Experts, ModelShape
 from trainer.hf.weight_map import COLUMNS, EMBEDDING, ROWS, GroupedQKV, Layout, Stacked, tied_head, weight_map
 
 SIZES = st.integers(1, 4)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.errors import ConfigError
-from async_rl.types import Group
+from async_rl.method.types import Group
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.trainer import MegatronTrainer
 

@@ -16,10 +16,10 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from async_rl.checks.preflight.model import ModelFiles, require_supported
 from async_rl.errors import ConfigError
-from async_rl.model_shape import FAMILIES
-from async_rl.preflight.model import ModelFiles, require_supported
-from async_rl.types import Group
+from async_rl.method.types import Group
+from async_rl.shared.model_shape import FAMILIES
 from tests.support.tiny_model import FAMILIES as CLASSES
 from tests.support.tiny_model import MODEL_SIZE, make_tiny_model
 from trainer.forward_backward import make_passes

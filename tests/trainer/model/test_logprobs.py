@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.proof.draws import POWERS
+from async_rl.method.proof.draws import POWERS
 from benchmarks.common.memory import allocated
 from trainer.batching.shared_prompt import Judged
 from trainer.model import logprobs

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from async_rl.types import Group
+from async_rl.method.types import Group
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]

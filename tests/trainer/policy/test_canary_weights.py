@@ -22,10 +22,10 @@ from async_rl.config.pool_section import PublishSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import InstanceError
-from async_rl.proof.gap_limits import noise_scale
-from async_rl.protocol.sender import CONSTANT
-from async_rl.publish.canary import EVERYTHING, Canary
-from async_rl.weights.sender import WeightSender, WeightSource
+from async_rl.method.proof.gap_limits import noise_scale
+from async_rl.rollouts.publish.canary import EVERYTHING, Canary
+from async_rl.shared.protocol.sender import CONSTANT
+from async_rl.shared.weights.sender import WeightSender, WeightSource
 from inference_service.weight_transfer.receiver import parameter_views
 from tests.support.trainer import canary_worker, layout_worker
 from tests.support.trainer.layout_worker import Job

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.config.train_section import TrainSection
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.training_order import TrainingOrder
-from async_rl.types import Batch, Group
+from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Batch, Group
 from tests.support.finished_groups import Arriving
 from tests.support.trainer import layout_worker
 from tests.support.trainer.grpo_reference import expected_advantages, rollouts_of, sample_logprobs

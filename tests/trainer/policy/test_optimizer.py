@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from async_rl.config.train_section import OptimizerSection
-from async_rl.types import Group
+from async_rl.method.types import Group
 from trainer.policy.optimizer import LearningRate
 from trainer.trainer import MegatronTrainer
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from async_rl.proof.gap_limits import MIN_TOKENS, NoiseLimits, noise_scale
+from async_rl.method.proof.gap_limits import MIN_TOKENS, NoiseLimits, noise_scale
 from trainer.verify.diagnosis import Diagnosis, diagnose, fit_temperature
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 1024, 64, 96

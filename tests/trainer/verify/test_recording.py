@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from async_rl.proof.gap_limits import NoiseLimits, noise_scale
-from async_rl.types import Group
+from async_rl.method.proof.gap_limits import NoiseLimits, noise_scale
+from async_rl.method.types import Group
 from trainer.verify.diagnosis import Diagnosis
 from trainer.verify.recording import INSTANCES, Findings, RecordingRank
 

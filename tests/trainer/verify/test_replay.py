@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import OnPolicyViolation
-from async_rl.types import Batch, Group, Response
+from async_rl.method.types import Batch, Group, Response
 from tests.support.trainer.drawn_groups import drawn_groups
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from async_rl.config.file import parse_config
-from async_rl.types import Batch, Group
+from async_rl.method.types import Batch, Group
 from tests.support.trainer.branched_groups import branched_groups
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer

@@ -1,0 +1,1 @@
+"""What is checked and forecast before a run, from files alone."""

@@ -1,0 +1,279 @@
+"""The memory of one training rank, counted from what the trainer allocates; for `run_forecast`.
+
+Where each number comes from stands beside it: Megatron's gradient buffers and optimizer (`trainer/policy/`), the
+tensors that autograd keeps of a layer (`trainer/model/`, `trainer/attention/`), and the chunks of logits
+(`trainer/model/logprobs.py`). `tests/trainer/test_memory_forecast.py` compares parts of it with real models.
+
+Shape legend: T rows of a micro-batch, H hidden size, F feed-forward size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from async_rl.checks.forecast.memory import MIB, MemoryPart, ProcessMemory
+from async_rl.config.rollout_section import SINGLE_TURN
+from async_rl.config.sections import Config
+from async_rl.config.trainer_section import TrainerSection
+from async_rl.shared.model_shape import ModelShape
+
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
+WIDE_BYTES = 4
+"""Gradient sums, master weights, moments, logits: float32 whatever the model's dtype."""
+
+BASE_BYTES = {"cpu": 350 * MIB, "cuda": 900 * MIB, "npu": 900 * MIB}
+"""A rank before it has a model. On a CPU the resident memory of the interpreter with torch, Megatron and transformers,
+as measured (docs/benchmarks.md). On a device what its context, libraries and communicators take there,
+which differs between drivers and is an assumption."""
+
+CHUNK_BYTES = 256 * MIB
+"""As in `trainer/model/logprobs.py`, which cannot be imported from here; a test compares them."""
+
+PARCEL_BYTES = 64 * MIB
+"""As in `trainer/hf/weight_export.py`: what a model-parallel rank assembles of a publish at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How a run's layout divides a model: `data` replicas; experts over `expert` ranks of a stage of `stage_ranks`."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+    sequence: bool
+    num_replicas: int
+
+    @classmethod
+    def of(cls, trainer: TrainerSection, num_ranks: int) -> "Shares":
+        """
+        Raises:
+            ConfigError: that many ranks do not form replicas.
+        """
+        replicas = trainer.num_replicas(num_ranks)
+        return cls(
+            trainer.tensor_parallel,
+            trainer.pipeline_parallel,
+            trainer.expert_parallel,
+            trainer.sequence_parallel,
+            replicas,
+        )
+
+    @property
+    def num_expert_replicas(self) -> int:
+        """Ranks that hold the same experts, and share their optimizer's state."""
+        return max(1, self.tensor * self.num_replicas // self.expert)
+
+
+@dataclass(frozen=True, slots=True)
+class RankParameters:
+    """Parameters of one rank; `largest` is its largest tensor's number of values."""
+
+    dense: int
+    experts: int
+    largest: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def rank_parameters(model: ModelShape, shares: Shares) -> RankParameters:
+    """The parameters of the rank that has most of them, the first or the last stage's."""
+    layers = ceil(model.num_layers / shares.pipeline)
+    layer = ceil(model.divided_layer_parameters / shares.tensor) + model.whole_layer_parameters
+    vocabulary = ceil(model.vocabulary_parameters / shares.tensor)
+    # A tied head is a second copy where the last stage is not the first.
+    last = model.hidden_size + (model.hidden_size if model.gives_values else vocabulary)
+    whole = vocabulary + last - (vocabulary if model.tied else 0)
+    ends = whole if shares.pipeline == 1 else max(vocabulary, last)
+    experts = layers * ceil(model.expert_layer_parameters / shares.expert)
+    largest = max(
+        vocabulary,
+        ceil(2 * model.hidden_size * model.ffn_size / shares.tensor) if model.experts is None else 0,
+        ceil(model.expert_layer_parameters * 2 / 3 / shares.expert),
+    )
+    return RankParameters(layers * layer + ends, experts, largest)
+
+
+def trained_model_bytes(parameters: RankParameters, shares: Shares, dtype: str) -> dict[str, int]:
+    """Weights, gradient sums and optimizer state of a model that is trained, by name.
+
+    AdamW's two moments are float32, and so is a master copy of weights in bfloat16.
+    """
+    states = WIDE_BYTES * (2 if dtype == "float32" else 3)
+    dense_ways, expert_ways = (shares.num_replicas, shares.num_expert_replicas)
+    return {
+        "weights": parameters.total * WEIGHT_BYTES[dtype],
+        "gradients": parameters.total * WIDE_BYTES,
+        "optimizer": states * (ceil(parameters.dense / dense_ways) + ceil(parameters.experts / expert_ways)),
+    }
+
+
+def layer_values_per_row(model: ModelShape, shares: Shares, recompute: str, *, fused_swiglu: bool) -> int:
+    """Values that autograd keeps of one row in one layer, on one rank.
+
+    The residual stream before both halves of the layer and its norms; queries, keys and values as the linear layer made
+    them, queries copied once more where they are normed, both rotated; the attention's output; and of the feed-forward
+    part the product of its first layer, both halves once more (one activated, the other with Megatron's offset), and
+    their product. A fused activation keeps no copies.
+    """
+    rows_shared = shares.tensor if shares.sequence else 1
+    stream = ceil(model.hidden_size / rows_shared)
+    if recompute == "full":
+        return stream
+    queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
+    attention = model.qkv_size + (queries if model.qk_norm else 0) + queries + keys + queries
+    kept = 4 * stream + ceil(attention / shares.tensor)
+    if recompute == "selective":
+        return kept
+    return kept + feed_forward_values_per_row(model, shares, fused_swiglu=fused_swiglu)
+
+
+def feed_forward_values_per_row(model: ModelShape, shares: Shares, *, fused_swiglu: bool) -> int:
+    """Of `layer_values_per_row` those of the feed-forward part; experts get rows evenly, copied once for each."""
+    if model.experts is None:
+        return ceil((3 if fused_swiglu else 5) * model.ffn_size / shares.tensor)
+    # With sequence parallelism each rank routes its own rows; else every rank routes all of them.
+    rows = model.experts.top_k / (shares.tensor if shares.sequence else 1)
+    # Their activation is always fused.
+    return ceil(rows * (2 * model.hidden_size + 3 * model.experts.ffn_size))
+
+
+def group_rows(config: Config) -> int:
+    """Of a group whose prompt and responses are as long as they may be; the last token of a response is not fed."""
+    return config.prompts.max_prompt_tokens + config.rollout.responses_per_prompt * (
+        config.rollout.max_response_tokens - 1
+    )
+
+
+def micro_batch_rows(config: Config) -> int:
+    """Of the largest micro-batch: `trainer.micro_batch_tokens`, or all that one step trains, if that is less.
+
+    Of a program's rollouts nothing says how long their histories are.
+    """
+    if config.rollout.program != SINGLE_TURN:
+        return config.trainer.micro_batch_tokens
+    groups = ceil(config.prompts.prompts_per_batch / config.train.steps_per_batch)
+    return min(config.trainer.micro_batch_tokens, groups * group_rows(config))
+
+
+def activation_bytes(model: ModelShape, shares: Shares, config: Config, *, fused_swiglu: bool) -> int:
+    """Of the largest micro-batch, with its backward pass; on the first pipeline stage.
+
+    That stage keeps as many micro-batches as the pipeline has stages. What is computed again, and the gradients of one
+    layer, exist once.
+    """
+    recompute, rows = config.trainer.recompute, micro_batch_rows(config)
+    width = WEIGHT_BYTES[config.model.dtype]
+    layers = ceil(model.num_layers / shares.pipeline)
+    kept = layers * layer_values_per_row(model, shares, recompute, fused_swiglu=fused_swiglu)
+    whole_layer = layer_values_per_row(model, shares, "none", fused_swiglu=fused_swiglu)
+    again = {
+        "none": 0,
+        "selective": feed_forward_values_per_row(model, shares, fused_swiglu=fused_swiglu),
+        "full": whole_layer,
+    }[recompute]
+    # The gradients of a feed-forward part: of both halves, of their product, and of its input.
+    gradients = feed_forward_values_per_row(model, shares, fused_swiglu=True) + 2 * model.hidden_size
+    return rows * width * (kept * shares.pipeline + again + gradients)
+
+
+def logits_bytes(model: ModelShape, shares: Shares, config: Config) -> int:
+    """Logits, their probabilities and one more of that size, of one chunk; then the head's gradient (`logprobs.py`)."""
+    row_bytes = ceil(model.vocab_size / shares.tensor) * WIDE_BYTES
+    rows = min(micro_batch_rows(config), max(1, CHUNK_BYTES // row_bytes))
+    return 3 * rows * row_bytes
+
+
+def rank_memory(
+    config: Config, model: ModelShape, num_ranks: int, teacher: ModelShape | None, critic: ModelShape | None
+) -> ProcessMemory:
+    """The peak of one training rank.
+
+    Args:
+        teacher: the model of algorithm.teacher, if there is one.
+        critic: that of its critic_path, or `model`, below a critic's head, if the algorithm has a critic.
+
+    Raises:
+        ConfigError: `num_ranks` cannot be arranged as the config requires.
+    """
+    shares = Shares.of(config.trainer, num_ranks)
+    own, dtype, device = rank_parameters(model, shares), config.model.dtype, config.trainer.device
+    fused = device != "cpu"
+    resident = [MemoryPart("base of the process", BASE_BYTES[device], _base_reason(device))]
+    resident += _trained_parts("", own, shares, dtype)
+    if critic is not None:
+        resident += _trained_parts("critic's ", rank_parameters(critic, shares), shares, dtype)
+    frozen = _frozen_parts(config, model, shares, teacher, critic)
+    on_host: tuple[MemoryPart, ...] = ()
+    if config.trainer.frozen_weights == "host" and frozen:
+        on_host = () if device == "cpu" else tuple(frozen)
+        # The one in use has a copy on the device; on a CPU both are in the same memory.
+        largest = max(part.num_bytes for part in frozen)
+        resident += frozen if device == "cpu" else []
+        resident.append(MemoryPart("frozen weights in use", largest, "one model at a time is copied for its use"))
+    else:
+        resident += frozen
+    activations = activation_bytes(model, shares, config, fused_swiglu=fused)
+    head_gradient = ceil(model.vocabulary_parameters / shares.tensor) * WIDE_BYTES
+    logits = logits_bytes(model, shares, config)
+    rows = micro_batch_rows(config)
+    limit = "trainer.micro_batch_tokens" if rows == config.trainer.micro_batch_tokens else "all of a step"
+    phases = (
+        MemoryPart(
+            "activations and logits",
+            activations + max(logits, logits // 3 + 2 * head_gradient),
+            f"{rows} rows ({limit}), recompute = {config.trainer.recompute!r}: activations "
+            f"{activations / MIB:,.0f} MiB, logits {logits / MIB:,.0f} MiB",
+        ),
+        _optimizer_phase(own, device),
+        MemoryPart(
+            "publish",
+            2 * PARCEL_BYTES if shares.tensor * shares.pipeline > 1 else own.largest * WEIGHT_BYTES[dtype],
+            "tensors that are put together and sent; the canary's copy of a tied head",
+        ),
+    )
+    return ProcessMemory(tuple(resident), phases, device == "cpu", on_host)
+
+
+def _base_reason(device: str) -> str:
+    return "interpreter and libraries, as measured" if device == "cpu" else "context and communicators, assumed"
+
+
+def _trained_parts(whose: str, parameters: RankParameters, shares: Shares, dtype: str) -> list[MemoryPart]:
+    sizes = trained_model_bytes(parameters, shares, dtype)
+    master = "" if dtype == "float32" else ", master weights"
+    shared = f" shared by {shares.num_replicas} replicas" if shares.num_replicas > 1 else ""
+    count = f"{parameters.total:,} parameters on this rank"
+    return [
+        MemoryPart(f"{whose}weights", sizes["weights"], f"{count}, {dtype}"),
+        MemoryPart(f"{whose}gradients", sizes["gradients"], "float32 sums"),
+        MemoryPart(f"{whose}optimizer", sizes["optimizer"], f"AdamW's moments{master}, float32{shared}"),
+    ]
+
+
+def _frozen_parts(
+    config: Config, model: ModelShape, shares: Shares, teacher: ModelShape | None, critic: ModelShape | None
+) -> list[MemoryPart]:
+    """The models without gradients: `trainer.policy.tri_model`, and the critic's old values."""
+    width = WEIGHT_BYTES[config.model.dtype]
+    own = rank_parameters(model, shares).total * width
+    parts = []
+    if config.algorithm.kl_coef > 0:
+        parts.append(MemoryPart("reference", own, "algorithm.kl_coef is above 0"))
+    if config.algorithm.old_policy in ("model", "lagged"):
+        parts.append(MemoryPart("old policy", own, f"algorithm.old_policy = {config.algorithm.old_policy!r}"))
+    if teacher is not None:
+        size = rank_parameters(teacher, shares).total * width
+        parts.append(MemoryPart("teacher", size, "algorithm.teacher"))
+    if critic is not None and config.train.steps_per_batch > 1:
+        size = rank_parameters(critic, shares).total * width
+        parts.append(MemoryPart("critic's old values", size, "train.steps_per_batch is above 1"))
+    return parts
+
+
+def _optimizer_phase(own: RankParameters, device: str) -> MemoryPart:
+    """What a step takes besides its state: PyTorch's AdamW makes square roots of second moments, on a CPU tensor by
+    tensor, on a device of all of them at once; the fused ones of Transformer Engine and Apex do not."""
+    if device == "cpu":
+        return MemoryPart("optimizer step", 2 * own.largest * WIDE_BYTES, "roots of one tensor's second moments")
+    return MemoryPart("optimizer step", own.total * WIDE_BYTES, "roots of all second moments, without a fused AdamW")

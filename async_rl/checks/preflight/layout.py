@@ -1,0 +1,61 @@
+"""Which layouts of the training ranks are accepted: one pure rule, without torch, for all programs that check early.
+
+Accepted layouts are compared with one rank by `tests/support/trainer/layout_matrix.py`; all others are refused with
+the key's name before training.
+
+A placement is (tensor_parallel, pipeline_parallel, expert_parallel, sequence_parallel) over a number of ranks, which
+also determines the number of replicas. Recomputation, the distributed optimizer, tied embeddings, splitting of long
+groups, and the location of frozen weights work with every placement.
+"""
+
+from async_rl.config.trainer_section import TrainerSection
+from async_rl.errors import ConfigError
+from async_rl.shared.model_shape import ModelShape
+
+
+def require_layout(trainer: TrainerSection, model: ModelShape, num_ranks: int) -> None:
+    """Checks that `num_ranks` training ranks can train this model in the layout of `trainer`.
+
+    Raises:
+        ConfigError: they cannot; names the keys, the expected value, and the remedy.
+    """
+    trainer.num_replicas(num_ranks)
+    _require_row_sharing(trainer, has_experts=model.experts is not None)
+    if model.experts is None and trainer.expert_parallel > 1:
+        raise ConfigError(
+            f"trainer.expert_parallel is {trainer.expert_parallel}, but the model has no experts: leave it at 1"
+        )
+    for key, ways, what, size in _divisions(trainer, model):
+        if size % ways:
+            raise ConfigError(
+                f"trainer.{key} = {ways} does not divide the model's {size} {what}: choose a divisor of {size}"
+            )
+
+
+def _require_row_sharing(trainer: TrainerSection, has_experts: bool) -> None:
+    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
+        raise ConfigError(
+            "trainer.sequence_parallel = true needs trainer.tensor_parallel above 1, whose ranks share the rows: "
+            "leave it at false"
+        )
+    if has_experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
+        raise ConfigError(
+            f"trainer.tensor_parallel = {trainer.tensor_parallel} with a model of experts needs "
+            "trainer.sequence_parallel = true, so that every rank routes rows of its own (trainer.expert_parallel may "
+            "be anything that divides the ranks of a stage): set it, or leave tensor_parallel at 1"
+        )
+
+
+def _divisions(trainer: TrainerSection, model: ModelShape) -> list[tuple[str, int, str, int]]:
+    """(key, number of ways, what is divided, its size)."""
+    tensor = trainer.tensor_parallel
+    divisions = [
+        ("tensor_parallel", tensor, "attention heads", model.num_heads),
+        ("tensor_parallel", tensor, "key / value heads", model.num_kv_heads),
+        ("tensor_parallel", tensor, "vocabulary entries", model.vocab_size),
+        ("pipeline_parallel", trainer.pipeline_parallel, "layers", model.num_layers),
+    ]
+    if model.experts is None:
+        # Experts are not divided: each is whole on its rank.
+        return [*divisions, ("tensor_parallel", tensor, "feed-forward size", model.ffn_size)]
+    return [*divisions, ("expert_parallel", trainer.expert_parallel, "experts", model.experts.num_experts)]

@@ -1,0 +1,406 @@
+"""A checkpoint's model as its files describe it, read as JSON, and whether a run can use it; other models, too."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from async_rl.checks.preflight.layout import require_layout
+from async_rl.checks.preflight.weight_files import HEAD, require_sizes, require_tied_head, stored_tensors
+from async_rl.config.rollout_section import SINGLE_TURN
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from async_rl.shared.model_shape import ModelShape, damaged
+from async_rl.shared.net.hub import hub_fault
+
+TEACHER = "algorithm.teacher"
+CRITIC = "algorithm.options.critic_path"
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+VALUE_HEADS = ("score.", "v_head.", "value_head.")
+"""Of reward models and critics, which need no other head."""
+
+CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
+TEMPLATE_FILE = "chat_template.jinja"
+"""As tokenizers save it; a chat_template.json is a processor's, which no tokenizer reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A checkpoint: its directory, or None on the hub, where only `config` and `tokenizer_config` are read.
+
+    `setting` is the key that names it.
+    """
+
+    name: str
+    directory: Path | None
+    config: dict[str, Any]
+    tokenizer_config: dict[str, Any]
+    setting: str = "model.path"
+
+    @classmethod
+    def find(cls, name: str, setting: str = "model.path", *, is_whole: bool = True) -> "ModelFiles":
+        """The files of the checkpoint called `name`, the value of `setting`: a directory or a hub name.
+
+        Args:
+            is_whole: without it config.json is enough.
+
+        Raises:
+            ConfigError: there is no such checkpoint, it may not be read, or it has no config or no tokenizer.
+        """
+        try:
+            if not Path(name).exists():
+                return cls._of_hub(name, setting)
+            files = cls._of_directory(name, setting)
+            missing = files.without_tokenizer() if is_whole else None
+        except OSError as error:
+            # A path that is too long, or below a directory that may not be read.
+            raise ConfigError(f"{setting} {name!r} cannot be read: {error.strerror}; name another path") from error
+        if missing:
+            raise missing
+        return files
+
+    @classmethod
+    def _of_directory(cls, name: str, setting: str) -> "ModelFiles":
+        directory = Path(name)
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"{setting} {name!r} has no config.json: give a Hugging Face checkpoint directory")
+        tokenizer_config = directory / "tokenizer_config.json"
+        return cls(
+            name,
+            directory,
+            _read_json(f"{setting} {name!r}", directory / "config.json"),
+            _read_json(f"{setting} {name!r}", tokenizer_config) if tokenizer_config.is_file() else {},
+            setting,
+        )
+
+    @classmethod
+    def _of_hub(cls, name: str, setting: str) -> "ModelFiles":
+        # No model of these families is on the hub without an owner, and the hub is asked for half a minute.
+        if name.startswith((".", "/", "~")) or name.count("/") != 1:
+            raise ConfigError(
+                f"{setting} {name!r} does not exist: give a Hugging Face checkpoint directory, or a hub name OWNER/NAME"
+            )
+        if find_spec("huggingface_hub") is None:
+            raise ConfigError(
+                f"{setting} {name!r} is no directory, and without the package huggingface-hub it cannot be found "
+                "on the hub: install async-rl[trainer], or give a directory"
+            )
+        config = _from_hub(name, "config.json")
+        if not isinstance(config, Path):
+            raise ConfigError(
+                f"{setting} {name!r} is neither a directory nor a model that can be fetched from the hub: {config}; "
+                "give a directory with config.json, or check the name and the network"
+            )
+        tokenizer = _from_hub(name, "tokenizer_config.json")
+        return cls(
+            name,
+            None,
+            _read_json(f"{setting} {name!r}", config),
+            _read_json(f"{setting} {name!r}", tokenizer) if isinstance(tokenizer, Path) else {},
+            setting,
+        )
+
+    def without_tokenizer(self) -> ConfigError | None:
+        """What to say if its directory has no tokenizer."""
+        if self.directory is None or any((self.directory / file).is_file() for file in TOKENIZER_FILES):
+            return None
+        return ConfigError(
+            f"{self.named} has no tokenizer: expected {' or '.join(TOKENIZER_FILES)} in it; save the "
+            "tokenizer into the checkpoint's directory (tokenizer.save_pretrained)"
+        )
+
+    def without_weights(self) -> ConfigError | None:
+        """What to say if its directory has no weights."""
+        if self.directory is None:
+            return None
+        try:
+            if stored_tensors(self.directory):
+                return None
+        except ConfigError as error:
+            return ConfigError(f"{self.named}: {error}")
+        return ConfigError(f"{self.named} has no *.safetensors: save its weights as safetensors (save_pretrained)")
+
+    @property
+    def shape(self) -> ModelShape:
+        """What its config.json describes.
+
+        Raises:
+            ConfigError: no model that the trainer supports.
+        """
+        return ModelShape.of_config(self.config, self.named)
+
+    @property
+    def named(self) -> str:
+        return f"{self.setting} {self.name!r}"
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence that the model has positions for; None if its config.json does not say it.
+
+        Raises:
+            ConfigError: it says something else.
+        """
+        positions = self.config.get("max_position_embeddings")
+        if positions is not None and (type(positions) is not int or positions < 1):
+            raise damaged(self.named, "max_position_embeddings", positions, "a number from 1")
+        return positions
+
+    @property
+    def highest_token(self) -> int | None:
+        """The highest id that tokenizer.json has; None without one that can be read."""
+        if self.directory is None or not (self.directory / "tokenizer.json").is_file():
+            return None
+        tokenizer = _read_json(self.named, self.directory / "tokenizer.json")
+        model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
+        ids = [*ids, *(each.get("id") for each in added or () if isinstance(each, dict))]
+        return max((token for token in ids if isinstance(token, int)), default=None)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether its tokenizer has one, in its config or in a file beside it."""
+        if self.tokenizer_config.get("chat_template"):
+            return True
+        if self.directory is None:
+            return isinstance(_from_hub(self.name, TEMPLATE_FILE), Path)
+        return (self.directory / TEMPLATE_FILE).is_file()
+
+
+def find_checkpoint(path: str) -> Path:
+    """The directory of the checkpoint called `path`: a local directory, or a hub name, downloaded once into HF's cache.
+
+    Raises:
+        ConfigError: `path` is neither.
+    """
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
+    if Path(path).exists():
+        raise ConfigError(f"model.path {path!r} has no config.json: give a Hugging Face checkpoint directory")
+    hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
+    fault = hub_fault()
+    try:
+        return Path(hub.snapshot_download(path, allow_patterns=list(CHECKPOINT_FILES)))
+    except (errors.HFValidationError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
+        raise ConfigError(
+            f"model.path {path!r} is neither a directory nor a model that can be fetched from the hub: {fault or error}"
+        ) from error
+
+
+def read_shape(name: Path | str, setting: str = "model.path") -> ModelShape:
+    """The model of a checkpoint, of which config.json is enough.
+
+    Raises:
+        ConfigError: as `ModelFiles.find` and `ModelFiles.shape`.
+    """
+    return ModelFiles.find(str(name), setting, is_whole=False).shape
+
+
+def require_trainable(config: Config, files: ModelFiles, *, is_whole: bool = True) -> None:
+    """Checks that the trainer supports the model, and can render prompts for it.
+
+    Args:
+        is_whole: without it weights and tokenizer may be missing.
+
+    Raises:
+        ConfigError: one is not the case.
+    """
+    require_supported(files, is_whole=is_whole)
+    has_tokenizer = is_whole or files.without_tokenizer() is None
+    if config.prompts.chat_template and has_tokenizer and not files.has_chat_template:
+        raise ConfigError(
+            f"prompts.chat_template is true, but the tokenizer in model.path {files.name!r} has no chat template: set "
+            "prompts.chat_template = false, or save one with the tokenizer"
+        )
+
+
+def require_supported(files: ModelFiles, *, is_whole: bool = True) -> None:
+    """Checks that the trainer supports the model's architecture and, with `is_whole`, that its weights are present.
+
+    Raises:
+        ConfigError: one is not the case.
+    """
+    shape = files.shape
+    if is_whole and (missing := files.without_weights()):
+        raise missing
+    if is_whole and files.directory is not None:
+        _require_fitting_files(files, shape, files.directory)
+
+
+def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path) -> None:
+    """Checks what is silently left out, or found late, where files and config.json do not belong together."""
+    named, tensors = files.named, stored_tensors(directory)
+    require_sizes(named, shape.num_layers, (shape.vocab_size, shape.hidden_size), tensors)
+    is_policy = not any(name.startswith(VALUE_HEADS) for name in tensors)
+    if HEAD not in tensors and not shape.tied and is_policy:
+        raise ConfigError(
+            f"{named} has no {HEAD}, though its config.json has tie_word_embeddings = false: save the model whole, or "
+            "set tie_word_embeddings to true if its output layer is the embedding"
+        )
+    if shape.tied:
+        require_tied_head(named, tensors)
+    biases = sorted(name for name in tensors if name.endswith("_proj.bias"))
+    if biases and not shape.qkv_bias:
+        raise ConfigError(
+            f"{named} has {biases[0]}, which models of its model_type {shape.family!r} do not have: "
+            "name a checkpoint without biases, or one whose config.json is its own"
+        )
+    highest = files.highest_token
+    if highest is not None and highest >= shape.vocab_size:
+        raise ConfigError(
+            f"{named} has a tokenizer with tokens up to {highest}, but the model's vocabulary ends at "
+            f"{shape.vocab_size - 1} (vocab_size of config.json): resize the model's embeddings, or save the tokenizer "
+            "that belongs to it"
+        )
+
+
+def with_room(config: Config, files: ModelFiles) -> Config:
+    """The config with no longer prompts than the model has positions for beside a response, or before a turn.
+
+    For a program that measures the rows and names one that does not fit: the limit alone is no fault. A config whose
+    responses leave no room at all stays as it is.
+    """
+    positions, rollout = files.max_positions, config.rollout
+    if positions is None:
+        return config
+    if rollout.program == SINGLE_TURN:
+        most = positions - rollout.max_response_tokens
+    else:
+        most = min(positions, rollout.max_context_tokens or positions) - 1
+    if not 0 < most < config.prompts.max_prompt_tokens:
+        return config
+    return config.model_copy(update={"prompts": config.prompts.model_copy(update={"max_prompt_tokens": most})})
+
+
+def require_fit(config: Config, files: ModelFiles) -> None:
+    """Checks that the longest prompt and response fit into the model; of a program, whose turns end there, the prompt.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    positions, context = files.max_positions, config.rollout.max_context_tokens
+    if positions is not None and context is not None and context > positions:
+        raise ConfigError(
+            f"rollout.max_context_tokens is {context}, more than the model's {positions} positions "
+            f"(max_position_embeddings of model.path {files.name!r}): lower it"
+        )
+    prompt, response = config.prompts.max_prompt_tokens, config.rollout.max_response_tokens
+    if config.rollout.program != SINGLE_TURN:
+        most = min((length for length in (context, positions) if length is not None), default=None)
+        if most is not None and prompt >= most:
+            raise ConfigError(
+                f"prompts.max_prompt_tokens = {prompt} leaves no room for a turn: with all that is before it, it has "
+                f"at most {most} tokens (rollout.max_context_tokens, else the model's positions): lower "
+                f"prompts.max_prompt_tokens to {most - 1} at most, or raise rollout.max_context_tokens"
+            )
+        return
+    if positions is not None and prompt + response > positions:
+        remedy = (
+            f"lower prompts.max_prompt_tokens to at most {positions - response}, or the responses"
+            if positions > response
+            else f"lower rollout.max_response_tokens below {positions}, and leave room for prompts"
+        )
+        raise ConfigError(
+            f"prompts.max_prompt_tokens = {prompt} and rollout.max_response_tokens = {response} make sequences of "
+            f"{prompt + response} tokens, more than the model's {positions} positions (max_position_embeddings of "
+            f"model.path {files.name!r}): {remedy}"
+        )
+
+
+def require_tokens(config: Config, files: ModelFiles) -> None:
+    """Checks that stop tokens are tokens of the model.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    vocabulary = files.config.get("vocab_size")
+    stops = {"rollout.stop_token_ids": config.rollout.stop_token_ids}
+    stops |= {
+        f"stop_token_ids of prompts.mixture {part.name!r}": part.stop_token_ids for part in config.prompts.mixture
+    }
+    for setting, tokens in stops.items():
+        outside = [token for token in tokens if isinstance(vocabulary, int) and token >= vocabulary]
+        if outside or min(tokens, default=0) < 0:
+            raise ConfigError(
+                f"{setting} is {list(tokens)}, but tokens of model.path "
+                f"{files.name!r} are 0 to {vocabulary - 1 if isinstance(vocabulary, int) else '...'}: "
+                "look the ids up in its tokenizer"
+            )
+
+
+@cache
+def _from_hub(name: str, file: str) -> Path | str:
+    """A file of a checkpoint on the hub, or why it cannot be had; asked once: without a network that takes long."""
+    # Imported here: the import takes a quarter of a second.
+    hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
+    fault = hub_fault()
+    try:
+        return Path(hub.hf_hub_download(name, file))
+    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+        return fault or str(error).strip().partition("\n")[0]
+
+
+def _read_json(named: str, file: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{named}: {file} cannot be read: {error}; download or save it again") from error
+    if not isinstance(read, dict):
+        raise ConfigError(f"{named}: {file} holds {type(read).__name__}, expected an object")
+    return read
+
+
+def require_exact(config: Config, files: ModelFiles) -> None:
+    """Checks that trainer and instances can compute the same bits, if `train.exact` demands it.
+
+    Raises:
+        ConfigError: they cannot; names the setting, its value and the one that is needed.
+    """
+    if not config.train.exact:
+        return
+    needed: dict[str, tuple[object, object]] = {
+        "trainer.device": (config.trainer.device, "cpu"),
+        "model.dtype": (config.model.dtype, "float32"),
+        "inference.engine": (config.inference.engine, "transformers"),
+        "trainer.tensor_parallel": (config.trainer.tensor_parallel, 1),
+        "trainer.pipeline_parallel": (config.trainer.pipeline_parallel, 1),
+    }
+    for key, (value, expected) in needed.items():
+        if value != expected:
+            raise ConfigError(
+                f"train.exact needs {key} = {expected!r}, not {value!r}: change it, or set train.exact to false"
+            )
+    family = str(files.config.get("model_type"))
+    if family.endswith("_moe"):
+        raise ConfigError(
+            f"train.exact is for models without experts, and model.path {files.name!r} is of {family!r}: set "
+            "train.exact to false"
+        )
+
+
+def require_other_models(config: Config, policy: ModelFiles, num_ranks: int, *, is_whole: bool = True) -> None:
+    """Checks that `algorithm.teacher` and its `critic_path`, where set, can read the policy's tokens on the ranks.
+
+    Args:
+        num_ranks: the training ranks.
+        is_whole: without it weights and tokenizer may be missing.
+
+    Raises:
+        ConfigError: one cannot; names the setting.
+    """
+    for setting, name in ((TEACHER, config.algorithm.teacher), (CRITIC, config.algorithm.critic.critic_path)):
+        if name is None:
+            continue
+        model = ModelFiles.find(name, setting, is_whole=is_whole)
+        require_supported(model, is_whole=is_whole)
+        require_layout(config.trainer, model.shape, num_ranks)
+        own, expected = model.shape.vocab_size, policy.config.get("vocab_size")
+        if own != expected:
+            raise ConfigError(
+                f"{model.named} has a vocabulary of {own} tokens, model.path {policy.name!r} one of "
+                f"{expected}: it reads the policy's tokens; name a checkpoint with the same tokenizer"
+            )

@@ -1,0 +1,1 @@
+"""What makes an update on-policy: order, proof and selection of groups, and what is computed of them."""

@@ -1,0 +1,91 @@
+"""Tokens per second and device, and the model FLOPs behind them; pure functions for `recorder`.
+
+`tpspd` is called after the measure of arXiv 2511.18871 (tokens per second per device): trained tokens over the time of
+the iteration and the devices of both pools. Model FLOPs are those of the matrix products that training needs, however
+they are computed: a prompt once per group, as it is trained, no recomputation, and no optimizer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from async_rl.method.group_proof import GroupProof
+from async_rl.shared.model_shape import ModelShape
+
+BACKWARD = 2
+"""FLOPs of a backward pass over those of the forward pass: gradients of the inputs and of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """What the FLOPs of a forward pass follow from.
+
+    Attributes:
+        num_layer_parameters: weights of matrix products that each row passes, of experts those that it uses.
+        num_output_parameters: weights of the output layer, which only sampled tokens pass.
+        attention_width: layers * heads * head dimension.
+    """
+
+    num_layer_parameters: int
+    num_output_parameters: int
+    attention_width: int
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> "ModelSize":
+        """Weights of matrix products only: norms, biases and the look-up of embeddings take next to no FLOPs."""
+        hidden, heads = shape.hidden_size, 2 * shape.num_heads + 2 * shape.num_kv_heads
+        ffn = 3 * hidden * shape.ffn_size
+        if (experts := shape.experts) is not None:
+            ffn = hidden * (experts.num_experts + 3 * experts.top_k * experts.ffn_size)
+        return cls(
+            num_layer_parameters=shape.num_layers * (hidden * shape.head_dim * heads + ffn),
+            num_output_parameters=hidden * shape.vocab_size,
+            attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
+        )
+
+    def forward_flops(self, row: GroupProof) -> float:
+        """Of one group: 2 * (layer parameters * rows + output parameters * sampled tokens) + 4 * width * pairs.
+
+        Pairs of a query and a key, with p prompt tokens and rollouts of r tokens: p^2 / 2 + sum(r * p + r^2 / 2).
+        """
+        prompt, sampled = row.num_prompt_tokens, row.num_response_tokens
+        pairs = prompt**2 / 2 + sampled * prompt + sum(length**2 for length in row.rollout_lengths) / 2
+        products = self.num_layer_parameters * (prompt + sampled) + self.num_output_parameters * sampled
+        return 2.0 * products + 4.0 * self.attention_width * pairs
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPool:
+    """The training pool, as far as throughput depends on it.
+
+    Attributes:
+        num_devices: training ranks, which have a device each.
+        model: None where other models than the policy's copies take part: a teacher or a critic.
+        num_frozen: copies of the policy (reference, old policy) that run forward only.
+        peak_flops: of one device, per second, in the run's dtype; None if it is not known.
+    """
+
+    num_devices: int
+    model: ModelSize | None = None
+    num_frozen: int = 0
+    peak_flops: float | None = None
+
+    def model_flops(self, rows: Sequence[GroupProof], num_untrained: int) -> float | None:
+        """FLOPs of training the groups; those of `num_untrained` of them, which run forward only, are taken as mean."""
+        if self.model is None:
+            return None
+        forward = sum(map(self.model.forward_flops, rows))
+        trained_share = 1.0 - num_untrained / len(rows)
+        return forward * (1.0 + BACKWARD * trained_share + self.num_frozen)
+
+    def mfu(self, model_flops: float | None, train_s: float) -> float | None:
+        """model_flops / (train_s * devices * peak): the share of the peak that forward and backward passes reach."""
+        if model_flops is None or self.peak_flops is None or train_s <= 0:
+            return None
+        return model_flops / (train_s * self.num_devices * self.peak_flops)
+
+
+def tpspd(num_tokens: int, seconds: float, num_training: int | None, num_inference: int | None) -> float | None:
+    """Trained tokens per second and device of both pools; None if the devices of a pool are not known."""
+    if num_training is None or num_inference is None or seconds <= 0:
+        return None
+    return num_tokens / (seconds * (num_training + num_inference))

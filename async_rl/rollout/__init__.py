@@ -1,1 +1,0 @@
-"""Generates the groups of a batch while the trainer trains."""

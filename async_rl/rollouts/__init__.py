@@ -1,0 +1,1 @@
+"""What makes finished groups of prompts: data, instances, responses, rewards; and what brings weights there."""

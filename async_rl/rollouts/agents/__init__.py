@@ -1,0 +1,1 @@
+"""Rollout programs: their processes, sessions, turns and rendering."""

@@ -1,0 +1,1 @@
+"""The group of one prompt: sampled, scored, finished."""

@@ -1,0 +1,382 @@
+"""One inference instance over HTTP: the trainer's side of `async_rl.shared.protocol.inference`.
+
+Every method runs on one event loop, and ends within its timeout with a result or an `InstanceError` that names the
+instance. No method retries: the pool and the publisher decide about that.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import aiohttp
+from pydantic import BaseModel
+
+from async_rl.errors import (
+    InstanceError,
+    InstanceRefused,
+    InstanceStalled,
+    InstanceTooSlow,
+    StaleWeights,
+)
+from async_rl.method.types import WeightVersion
+from async_rl.rollouts.instance.connections import Connections
+from async_rl.rollouts.instance.dialect import (
+    MODELS,
+    RPC,
+    VERSION,
+    WEIGHT_INFO,
+    WORLD_SIZE,
+    Dialect,
+    Model,
+    completion_request,
+    dialect_of,
+    generate_request,
+)
+from async_rl.rollouts.instance.http import (
+    MAX_BODY_BYTES,
+    UNBOUNDED,
+    InstanceHttp,
+    RouteMissing,
+    while_it_progresses,
+    within,
+)
+from async_rl.rollouts.instance.model_tokens import ModelTokens, SampledTokens
+from async_rl.rollouts.instance.partial_rollout import PartialRollout, request_of
+from async_rl.rollouts.instance.response_stream import (
+    OnProgress,
+    ResponseStream,
+    event_payloads,
+    frame_payloads,
+    whole_body,
+)
+from async_rl.shared.protocol import inference, routes, token_frames
+from async_rl.shared.protocol.inference import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+CONTROL_TIMEOUT_S = 10.0
+
+VOUCH_TIMEOUT_S = 3.0
+"""For reading version and boot id again after an interrupted response: a lost instance must not delay its group."""
+
+EVENTS = "text/event-stream"
+ACCEPTED = {"Accept": f"{token_frames.MEDIA_TYPE}, {EVENTS}, application/json"}
+
+STARTED = "started-"
+"""Begins the boot id of a server that tells only when its process was started."""
+
+START_TIME_METRIC = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,40})(?:\s|$)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """Which weights an instance reports to hold, and which process reports it; see `routes.BOOT_ID_HEADER`."""
+
+    version: WeightVersion
+    boot_id: str | None
+
+
+class InstanceClient:
+    """Client of the instance at `url`; a generation ends when it makes no progress for `request_timeout_s`, and its
+    tokens arrive in chunks of `stream_interval`."""
+
+    def __init__(self, connections: Connections, url: str, request_timeout_s: float, stream_interval: int) -> None:
+        self.url = url.rstrip("/")
+        self._dialect: Dialect | None = None
+        self.max_concurrency: int | None = None
+        """How many responses it generates concurrently, if it reports that; known after `learn_dialect`."""
+        self.server = ""
+        """Its release, as found by `learn_dialect`."""
+        self.streams = True
+        """Whether it responds to generate requests token by token, as far as observed."""
+        self.has_streamed = False
+        """Whether it has ever done so."""
+        self._connections = connections
+        self._http = InstanceHttp(connections, self.url)
+        self._request_timeout_s = request_timeout_s
+        self._stream_interval = stream_interval
+        self._heard_s = 0.0
+        """`time.monotonic()` of the last tokens of any request."""
+
+    @property
+    def dialect(self) -> Dialect:
+        """The result of `learn_dialect`. A guess would do harm silently: a server that takes its noise from the seed
+        and gets none draws other samples."""
+        assert self._dialect is not None, f"instance {self.url} was not asked yet what it speaks"
+        return self._dialect
+
+    @property
+    def knows_its_server(self) -> bool:
+        """Whether `learn_dialect` has succeeded."""
+        return self._dialect is not None
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str,
+        version: WeightVersion,
+        partials: Sequence[PartialRollout],
+        *,
+        boot_id: str | None = None,
+        on_progress: OnProgress | None = None,
+        model: ModelTokens | None = None,
+    ) -> None:
+        """Completes the partial rollouts, all of weight version `version`; received tokens stay, also if it fails.
+
+        Uses the generate route, whose response proves the version of each token. If the server lacks it, uses
+        completions with token ids, and reads the version before and after.
+
+        Args:
+            partials: of one prompt; see `request_of`.
+            boot_id: of the process that was put in service with this version; tokens of another process are refused.
+            on_progress: called with the tokens and the finished responses that each event brought.
+            model: what the tokens are compared with, if anything.
+
+        Raises:
+            InstanceUnreachable, InstanceRefused: see errors.py.
+            InstanceStalled: no token of any request arrived for `request_timeout_s`.
+            InstanceTooSlow: no token of this request arrived for that time, while other requests progressed.
+            StaleWeights: a token was sampled from other weights, or by another process; it is not kept.
+            BrokenAnswer: it is no valid sample of the request; no part of it is kept.
+            InstanceError: the response is incomplete or malformed, or the request was aborted.
+        """
+        began_s = time.monotonic()
+        says_versions = self.dialect.has_generate
+        tokens = SampledTokens(model, sampling)
+        answer = ResponseStream(
+            self.url, partials, version, says_versions, sampling.max_tokens, tokens, boot_id, on_progress
+        )
+
+        def last_progress_s() -> float:
+            # Before its first token, it may wait in the instance's queue, behind requests that progress.
+            return max(began_s, answer.heard_s or self._heard_s)
+
+        try:
+            async with while_it_progresses(last_progress_s, self._request_timeout_s):
+                await self._ask(prompt_token_ids, sampling, request_id, answer)
+        except TimeoutError as error:
+            slow = f"instance {self.url} made no token of a request for {self._request_timeout_s:g} s"
+            if self._heard_s > time.monotonic() - self._request_timeout_s:
+                raise InstanceTooSlow(f"{slow}, after {answer.num_tokens} of it") from error
+            raise InstanceStalled(f"{slow}, nor of any other one") from error
+        except StaleWeights:
+            answer.take_back_unproven()
+            raise
+        finally:
+            await self._prove_rest(answer)
+
+    async def _ask(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str, answer: ResponseStream
+    ) -> None:
+        by_position = self.dialect.noise_by_position
+        prompt, params = request_of(prompt_token_ids, sampling, answer.partials, noise_by_position=by_position)
+        params = params.model_copy(update={"stream_interval": self._stream_interval})
+        if self.dialect.has_generate:
+            try:
+                await self._read(routes.GENERATE, generate_request(prompt, params, request_id), answer)
+            except RouteMissing as error:
+                logger.info("%s; using %s", error, routes.COMPLETIONS)
+                self._dialect = replace(self.dialect, has_generate=False)
+        if not self.dialect.has_generate:
+            answer.says_versions = False
+            await self._require_holding(answer)
+            await self._read(routes.COMPLETIONS, completion_request(prompt, params, request_id), answer)
+            await self._require_holding(answer)
+            answer.vouch()
+        answer.require_complete()
+
+    async def _read(self, path: str, body: BaseModel, answer: ResponseStream) -> None:
+        """POSTs a request and feeds `answer` with the response, in events or as a whole."""
+        try:
+            session = self._connections.generating
+            data = body.model_dump_json(exclude_none=True).encode()
+            asked = session.post(self.url + path, data=data, headers=ACCEPTED, timeout=UNBOUNDED, allow_redirects=False)
+            async with asked as response:
+                answer.came_from(self._http.boot_id(response.headers))
+                if response.status != 200:
+                    refusal = await whole_body(response.content, MAX_BODY_BYTES, self.url)
+                    response.close()
+                    self._http.refuse("POST", path, response.status, refusal)
+                has_frames = response.content_type == token_frames.MEDIA_TYPE
+                self.streams = has_frames or response.content_type == EVENTS
+                if self.streams:
+                    self.has_streamed = True
+                    payloads = frame_payloads if has_frames else event_payloads
+                    async for payload in payloads(response.content, answer.max_bytes, self.url):
+                        self._feed(answer, payload, has_frames)
+                else:
+                    self._feed(answer, await whole_body(response.content, answer.max_bytes, self.url))
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._http.unreachable("POST", path, error) from error
+
+    def _feed(self, answer: ResponseStream, payload: bytes, is_frame: bool = False) -> None:
+        num_before = answer.num_tokens
+        answer.feed_frame(payload) if is_frame else answer.feed(payload)
+        if answer.num_tokens > num_before:
+            self._heard_s = time.monotonic()
+
+    async def _prove_rest(self, answer: ResponseStream) -> None:
+        """Keeps an interrupted response's tokens if version and process prove their weights; removes them otherwise.
+
+        A server that reports versions only with its last chunk has not reported them. The response headers may name the
+        process that generated it, which was put in service with this version. Version and boot id are read again: the
+        process may now hold other weights, sent by another program; if another process responds, or none, only those
+        headers are proof.
+        """
+        if not answer.has_unproven:
+            return
+        is_proven = False
+        try:
+            is_proven = await self._is_proven(answer)
+        finally:
+            # Also after a cancellation: a partial rollout must not keep tokens of unknown weights.
+            if is_proven:
+                answer.vouch()
+            else:
+                answer.take_back_unproven()
+
+    async def _is_proven(self, answer: ResponseStream) -> bool:
+        if answer.boot_id is not None:
+            try:
+                held = await self.holding(VOUCH_TIMEOUT_S)
+            except InstanceError as error:
+                logger.debug("%s", error)
+            else:
+                if held.boot_id == answer.boot_id:
+                    return held.version == answer.version
+        return answer.is_of_process_in_service
+
+    async def learn_dialect(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Queries what the server is; called again after it may have been replaced by another one."""
+        answer, headers = await self._http.exchange("GET", routes.VERSION, None, within(timeout_s))
+        version = self._http.parse(VERSION, answer, routes.VERSION)["version"]
+        self._dialect = dialect_of(version, (await self._model(timeout_s)).get("owned_by"))
+        told = headers.get(routes.MAX_CONCURRENCY_HEADER, "")
+        self.max_concurrency = int(told) if told.isdecimal() and 0 < len(told) < 9 and int(told) else None
+        self.server = version
+
+    async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> str | None:
+        """The boot id in a healthy instance's response, if any; InstanceRefused with status 503 if it runs but cannot
+        serve."""
+        _, headers = await self._http.exchange("GET", routes.HEALTH, None, within(timeout_s))
+        return self._http.boot_id(headers)
+
+    async def holding(self, timeout_s: float = CONTROL_TIMEOUT_S) -> HeldWeights:
+        """Which weights it holds and which process it is: from one response, or else the process is queried last, so
+        that a restart in between cannot be mistaken for the process that held them."""
+        path, version = routes.WEIGHT_INFO, ""
+        if self.dialect.keeps_version:
+            answer, headers = await self._http.exchange("GET", path, None, within(timeout_s))
+            version = self._http.parse(WEIGHT_INFO, answer, path)["weight_version"]
+        else:
+            answer, headers = await self._ask_workers(routes.NOTED_VERSION_METHOD, [], timeout_s)
+            version = self._versions_of(answer)
+        boot_id = self._http.boot_id(headers)
+        return HeldWeights(version, boot_id if boot_id is not None else await self._start_time(timeout_s))
+
+    async def _start_time(self, timeout_s: float) -> str | None:
+        """When the server's process was started, from its metrics; None if they do not report it."""
+        try:
+            found = START_TIME_METRIC.search(await self._http.get(routes.METRICS, timeout_s))
+        except InstanceRefused:
+            return None
+        return f"{STARTED}{found[1].decode()}" if found else None
+
+    async def max_model_len(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
+        """The maximum of prompt plus response tokens of the served model."""
+        return (await self._model(timeout_s))["max_model_len"]
+
+    async def _model(self, timeout_s: float) -> Model:
+        models = self._http.parse(MODELS, await self._http.get(routes.MODELS, timeout_s), routes.MODELS)["data"]
+        if not models:
+            raise InstanceError(f"instance {self.url} serves no model: its {routes.MODELS} is empty")
+        return models[0]
+
+    async def weight_version(self, timeout_s: float = CONTROL_TIMEOUT_S) -> WeightVersion:
+        """The version it last received, as it reports; after a start, one that is not of this run."""
+        if not self.dialect.keeps_version:
+            answer, _ = await self._ask_workers(routes.NOTED_VERSION_METHOD, [], timeout_s)
+            return self._versions_of(answer)
+        answer = await self._http.get(routes.WEIGHT_INFO, timeout_s)
+        return self._http.parse(WEIGHT_INFO, answer, routes.WEIGHT_INFO)["weight_version"]
+
+    def _versions_of(self, answer: bytes) -> WeightVersion:
+        """The version that the workers noted; all of them if the workers differ."""
+        return ", ".join(sorted(set(self._results_of(answer))))
+
+    async def world_size(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
+        """How many workers of the instance join the weight group."""
+        answer = await self._http.get(routes.GET_WORLD_SIZE, timeout_s)
+        return self._http.parse(WORLD_SIZE, answer, routes.GET_WORLD_SIZE)["world_size"]
+
+    async def pause(self, timeout_s: float) -> None:
+        """Lets running requests finish, holds new ones back and empties the KV and prefix caches."""
+        await self._http.post(f"{routes.PAUSE}?mode=wait&clear_cache=true", None, within(timeout_s))
+
+    async def resume(self, timeout_s: float) -> None:
+        await self._http.post(routes.RESUME, None, within(timeout_s))
+
+    async def init_weight_transfer(self, info: inference.InitInfo, timeout_s: float) -> None:
+        """Returns when every member of the weight group has joined."""
+        await self._http.post(routes.INIT_WEIGHT_TRANSFER, inference.InitRequest(init_info=info), within(timeout_s))
+
+    async def start_weight_update(self, timeout_s: float) -> None:
+        await self._http.post(routes.START_WEIGHT_UPDATE, inference.StartUpdateRequest(), within(timeout_s))
+
+    async def update_weights(self, info: inference.UpdateInfo) -> None:
+        """Returns when all tensors have been received over the weight group; the sender bounds the time."""
+        await self._http.post(routes.UPDATE_WEIGHTS, inference.UpdateRequest(update_info=info), UNBOUNDED)
+
+    async def finish_weight_update(self, version: WeightVersion, timeout_s: float) -> None:
+        if not self.dialect.keeps_version:
+            await self._http.post(routes.FINISH_WEIGHT_UPDATE, None, within(timeout_s))
+            await self._call_workers(routes.NOTE_VERSION_METHOD, [version], timeout_s)
+            return
+        body = inference.FinishUpdateRequest(weight_version=version)
+        await self._http.post(routes.FINISH_WEIGHT_UPDATE, body, within(timeout_s))
+
+    async def weight_fingerprints(self, timeout_s: float) -> list[str]:
+        """The fingerprint of what each worker last received; see `async_rl.shared.weights.stream.Fingerprint`."""
+        return await self._call_workers(routes.FINGERPRINT_METHOD, [], timeout_s)
+
+    async def nccl_versions(self, timeout_s: float) -> list[str]:
+        """NCCL and torch of each worker; empty if its server has no such method, which older ones have not."""
+        try:
+            return await self._call_workers(routes.NCCL_METHOD, [], timeout_s)
+        except InstanceRefused:
+            return []
+
+    async def engine_options(self, timeout_s: float) -> str:
+        """The engine's start options that decide how it loads weights, if its workers report them, and their number."""
+        if self.dialect.holds_what_it_received:
+            return "1 worker"
+        try:
+            options = await self._call_workers(routes.OPTIONS_METHOD, [], timeout_s)
+        except InstanceRefused:
+            return f"{await self.world_size(timeout_s)} workers"
+        return f"{len(options)} workers of {', '.join(sorted(set(options)))}"
+
+    async def _call_workers(self, method: str, args: list[str], timeout_s: float) -> list[str]:
+        """One result per worker of the instance."""
+        answer, _ = await self._ask_workers(method, args, timeout_s)
+        return self._results_of(answer)
+
+    async def _ask_workers(self, method: str, args: list[str], timeout_s: float) -> tuple[bytes, Mapping[str, str]]:
+        body = inference.RpcRequest(method=method, args=args, timeout=timeout_s)
+        return await self._http.exchange("POST", routes.COLLECTIVE_RPC, body, within(timeout_s))
+
+    def _results_of(self, answer: bytes) -> list[str]:
+        return [str(result) for result in self._http.parse(RPC, answer, routes.COLLECTIVE_RPC).results]
+
+    async def _require_holding(self, answer: ResponseStream) -> None:
+        """Raises StaleWeights unless the process in service holds the requested version."""
+        held = await self.holding()
+        answer.came_from(held.boot_id)
+        if held.version != answer.version:
+            raise StaleWeights(
+                f"instance {self.url} holds weight version {held.version!r}, asked for {answer.version!r}: "
+                "it needs the weights of the next publish"
+            )

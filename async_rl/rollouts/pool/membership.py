@@ -1,0 +1,302 @@
+"""Which instances are in service, and why: the one state machine of the pool. Pure: facts in, transitions out.
+
+An instance is ready on evidence only: it passed the publish of the version in training with all its checks, or was
+admitted with that version, or returned as the same process that did so. The evidence is kept by (URL, boot id) for one
+version, separate from the instance's own entry: removing an instance and adding it again neither proves nor clears
+anything.
+
+`roster.py` reports the facts and acts on the transitions (cancels requests, wakes the router, logs); no other code
+changes a standing. docs/elastic_pool.md shows `TRANSITIONS`, and a test compares the two.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from async_rl.method.types import WeightVersion
+from async_rl.shared.protocol.fleet import InstanceState
+
+State = InstanceState | Literal["gone"]
+"""The states of the protocol, and `gone` for an instance that was removed."""
+
+BootId = str | None
+"""Names the process behind a URL, new with each start; None if the server does not report one."""
+
+MAX_RETURNS = 3
+"""Returns of one process after faults, between two publishes: one that hangs repeatedly while its health is good
+costs `pool.request_timeout_s` each time."""
+
+MAX_FAILED_PUBLISHES = 3
+"""An instance that failed this many publishes in a row is left out: it would slow down every further one."""
+
+
+class Event(StrEnum):
+    """The events of an instance."""
+
+    RECEIVED = "received"
+    MISSED = "missed"
+    RETURNED = "returned"
+    ANSWERED = "answered"
+    RESTARTED = "restarted"
+    FAILED = "failed"
+    UNWELL = "unwell"
+    LOST = "lost"
+    DRAINED = "drained"
+    REMOVED = "removed"
+
+
+STATES: tuple[InstanceState, ...] = ("joining", "ready", "draining", "stale", "dead")
+
+_ROWS: Mapping[Event, tuple[State, State, State, State, State]] = {
+    Event.RECEIVED: ("ready", "ready", "draining", "ready", "ready"),
+    Event.MISSED: ("joining", "stale", "draining", "stale", "dead"),
+    Event.RETURNED: ("ready", "ready", "draining", "ready", "ready"),
+    Event.ANSWERED: ("joining", "ready", "draining", "stale", "stale"),
+    Event.RESTARTED: ("joining", "joining", "draining", "joining", "joining"),
+    Event.FAILED: ("stale", "stale", "draining", "stale", "stale"),
+    Event.UNWELL: ("joining", "stale", "draining", "stale", "stale"),
+    Event.LOST: ("dead", "dead", "draining", "dead", "dead"),
+    Event.DRAINED: ("draining", "draining", "draining", "draining", "draining"),
+    Event.REMOVED: ("gone", "gone", "gone", "gone", "gone"),
+}
+
+TRANSITIONS: Mapping[tuple[State, Event], State] = {
+    (state, event): target for event, row in _ROWS.items() for state, target in zip(STATES, row, strict=True)
+} | {("gone", event): "gone" for event in Event}
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """The result of a fact; `before` and `after` may be equal."""
+
+    event: Event
+    before: State
+    after: State
+
+    @property
+    def ends_requests(self) -> bool:
+        """Whether its running requests are given up, to be continued by other instances."""
+        return self.event in (Event.LOST, Event.RESTARTED, Event.REMOVED)
+
+
+class Standing:
+    """One instance's entry. All may read it; only `Membership` changes it.
+
+    `version` is the one it was last put in service with, `boot_id` the process that last responded, `reason` why it is
+    not ready. `registered_as` is the boot id of its heartbeats.
+    """
+
+    __slots__ = ("_boot_id", "_failed_publishes", "_reason", "_registered_as", "_state", "_version", "url")
+
+    def __init__(self, url: str, registered_as: BootId = None) -> None:
+        self.url = url
+        self._state: State = "joining"
+        self._reason: str | None = "it has not received any weights of this run yet"
+        self._version: WeightVersion | None = None
+        self._boot_id: BootId = None
+        self._registered_as = registered_as
+        self._failed_publishes = 0
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def reason(self) -> str | None:
+        return self._reason
+
+    @property
+    def version(self) -> WeightVersion | None:
+        return self._version
+
+    @property
+    def boot_id(self) -> BootId:
+        return self._boot_id
+
+    @property
+    def registered_as(self) -> BootId:
+        return self._registered_as
+
+    @property
+    def failed_publishes(self) -> int:
+        """Publishes in a row that it failed."""
+        return self._failed_publishes
+
+    @property
+    def is_in_service(self) -> bool:
+        """Whether it serves, drains or was removed, so that it need not be returned to service."""
+        return self._state in ("ready", "draining", "gone")
+
+
+class Membership:
+    """The version in training, the evidence for it, and the consequences of each fact for a standing."""
+
+    def __init__(self) -> None:
+        self.version: WeightVersion | None = None
+        """The version in training; None before the first publish and during one."""
+        self._proofs: set[tuple[str, str]] = set()
+        self._bars: set[tuple[str, BootId]] = set()
+        self._num_returns: Counter[tuple[str, BootId]] = Counter()
+        self._failed_now: set[Standing] = set()
+        """Instances that failed the current publish, in any of its attempts."""
+
+    # A publish
+
+    def begin_publish(self) -> None:
+        """Ends the service of the present version: its evidence and bars are cleared."""
+        self.version = None
+        self._proofs.clear()
+        self._bars.clear()
+        self._num_returns.clear()
+
+    def may_receive(self, standing: Standing) -> bool:
+        """Whether a publish includes it at all."""
+        return standing.state not in ("draining", "gone") and standing.failed_publishes < MAX_FAILED_PUBLISHES
+
+    def publish_failed(self, standing: Standing, reason: str) -> Transition:
+        """It failed a step or a check of the current publish, which may attempt it again."""
+        self._failed_now.add(standing)
+        return self.failed(standing, reason)
+
+    def end_publish(
+        self, version: WeightVersion, standings: Iterable[Standing], holders: Mapping[str, BootId]
+    ) -> list[Transition]:
+        """Puts exactly `holders`, boot ids by URL, in service with `version`; one transition for each standing."""
+        self.version = version
+        transitions = []
+        failed, self._failed_now = self._failed_now, set()
+        for standing in standings:
+            standing._failed_publishes += standing in failed
+            if standing.url in holders:
+                transitions.append(self._receive(standing, version, holders[standing.url]))
+            else:
+                was_ready = standing.state == "ready"
+                reason = f"it did not receive weight version {version!r}" if was_ready else standing.reason
+                transitions.append(_apply(standing, Event.MISSED, reason))
+        return transitions
+
+    # Between two publishes
+
+    def answered(self, standing: Standing, version: WeightVersion, boot_id: BootId) -> Transition:
+        """It reports the weights it holds and its process."""
+        if (restart := self.seen(standing, boot_id)) is not None:
+            return restart
+        if version == self.version and self._may_return(standing.url, boot_id):
+            if standing.state in ("stale", "dead"):
+                self._num_returns[standing.url, boot_id] += 1
+            return self._serve(standing, Event.RETURNED, version)
+        return _apply(standing, Event.ANSWERED, self._why_not(standing, version, boot_id))
+
+    def seen(self, standing: Standing, boot_id: BootId) -> Transition | None:
+        """It responded as this process; returns a transition if it is another one than before: its weights and running
+        requests are lost."""
+        if boot_id is None or boot_id == standing.boot_id:
+            return None
+        is_new = standing.boot_id is None and standing.version is None
+        standing._boot_id = boot_id
+        if is_new:
+            return None
+        standing._version, standing._failed_publishes = None, 0
+        self._failed_now.discard(standing)
+        return _apply(standing, Event.RESTARTED, "it was started anew, without weights of this run")
+
+    def registered(self, standing: Standing, boot_id: str) -> None:
+        """It sent a heartbeat; it may have been known by its address only."""
+        standing._registered_as = boot_id
+
+    def may_be_admitted(self, standing: Standing) -> bool:
+        """Whether it may receive the version in training between two publishes."""
+        return self.version is not None and not standing.is_in_service and not self.is_barred(standing)
+
+    def admitted(self, standing: Standing, version: WeightVersion, boot_id: BootId) -> Transition | None:
+        """It received `version`, with the checks of a publish; None if that version is not in training any more."""
+        if version != self.version or standing.is_in_service:
+            return None
+        return self._receive(standing, version, boot_id)
+
+    def useless(self, standing: Standing, reason: str) -> Transition:
+        """It responds, but cannot serve this run."""
+        return _apply(standing, Event.ANSWERED, standing.reason if standing.is_in_service else reason)
+
+    def is_barred(self, standing: Standing) -> bool:
+        """Whether it is out until the next publish whatever it reports; if its boot id is unknown, with any boot id."""
+        return bool({(standing.url, standing.boot_id), (standing.url, None)} & self._bars)
+
+    # Faults and commands
+
+    def failed(self, standing: Standing, reason: str) -> Transition:
+        """Its response shows that it must not serve this version: it is barred until the next publish."""
+        self._bars.add((standing.url, standing.boot_id))
+        if standing.boot_id is not None:
+            self._proofs.discard((standing.url, standing.boot_id))
+        return _apply(standing, Event.FAILED, reason)
+
+    def unwell(self, standing: Standing, reason: str) -> Transition:
+        """Its health check has failed for too long."""
+        return _apply(standing, Event.UNWELL, reason)
+
+    def lost(self, standing: Standing, reason: str) -> Transition:
+        """It does not respond, or generates no tokens."""
+        return _apply(standing, Event.LOST, reason)
+
+    def drained(self, standing: Standing) -> Transition:
+        return _apply(standing, Event.DRAINED, "it finishes what it has")
+
+    def removed(self, standing: Standing, reason: str) -> Transition:
+        return _apply(standing, Event.REMOVED, reason)
+
+    def can_return(self, standings: Iterable[Standing]) -> bool:
+        """Whether any process may return before the next publish, as far as known without one: at one of these
+        instances, or at one that was removed and may be added again."""
+        present = {standing.url: standing for standing in standings}
+        return any(
+            self._may_return(url, boot_id) and (url not in present or _may_be(present[url], boot_id))
+            for url, boot_id in self._proofs
+        )
+
+    def _may_return(self, url: str, boot_id: BootId) -> bool:
+        """Whether this process may return, if it reports to hold the version in training."""
+        if boot_id is None or (url, boot_id) not in self._proofs:
+            return False
+        return not {(url, boot_id), (url, None)} & self._bars and self._num_returns[url, boot_id] < MAX_RETURNS
+
+    def _receive(self, standing: Standing, version: WeightVersion, boot_id: BootId) -> Transition:
+        standing._boot_id, standing._failed_publishes = boot_id, 0
+        self._bars -= {(standing.url, boot_id), (standing.url, None)}
+        if boot_id is not None:
+            self._proofs.add((standing.url, boot_id))
+        return self._serve(standing, Event.RECEIVED, version)
+
+    def _serve(self, standing: Standing, event: Event, version: WeightVersion) -> Transition:
+        transition = _apply(standing, event, standing.reason)
+        if transition.after == "ready":
+            standing._reason, standing._version = None, version
+        return transition
+
+    def _why_not(self, standing: Standing, version: WeightVersion, boot_id: BootId) -> str | None:
+        if standing.is_in_service or self.version is None or self.is_barred(standing):
+            return standing.reason
+        if version != self.version:
+            return f"it holds weight version {version!r}: it needs the next publish"
+        if boot_id is None:
+            return "it does not tell which process it is, which may have been started anew: it needs the next publish"
+        if (standing.url, boot_id) in self._proofs:
+            return f"it came back {MAX_RETURNS} times already since the last publish: it needs the next one"
+        return f"it says that it holds weight version {version!r}, which nobody checked: it needs the next publish"
+
+
+def _may_be(standing: Standing, boot_id: BootId) -> bool:
+    """Whether that process may be behind an instance that is out of service."""
+    return not standing.is_in_service and standing.boot_id in (None, boot_id)
+
+
+def _apply(standing: Standing, event: Event, reason: str | None) -> Transition:
+    """Changes a standing's state; a draining one keeps its reason, a removed one keeps everything."""
+    before = standing.state
+    after = TRANSITIONS[before, event]
+    standing._state = after
+    if before not in ("draining", "gone") or event is Event.REMOVED:
+        standing._reason = reason
+    return Transition(event, before, after)

@@ -1,0 +1,355 @@
+"""A loading canary: checks, once per kind of engine, that every class of tensors reaches the engine's computation.
+
+Before the first batch the publisher sends a copy of the weights in which every class (embedding, head, each norm, q,
+k, v, ...) is changed, and samples tokens from the instances. The trainer computes these tokens' log-probs under the
+same weights, and under those in which one class is unchanged: the result of an engine with a stale copy of that class.
+An engine whose log-probs differ from the first by more than rounding passes only if every class, left unchanged, moves
+them by far more; how much noise the run allows does not matter. One that is near to another is named with that class.
+
+Of one that is near to none the class is found by further publishes to it alone, in which classes are constant: a
+constant tensor is right in whatever order or place it is loaded, so the engine agrees once the wrong ones are constant.
+"""
+
+import asyncio
+import logging
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from async_rl.config.pool_section import PublishSection
+from async_rl.config.rollout_section import RolloutSection
+from async_rl.errors import InstanceError, InstanceUnreachable
+from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.types import WeightVersion
+from async_rl.rollouts.instance.client import InstanceClient
+from async_rl.rollouts.instance.partial_rollout import PartialRollout
+from async_rl.rollouts.pool.member import Member
+from async_rl.shared.protocol.inference import SamplingParams
+from async_rl.shared.protocol.sender import ALL_STRENGTHS, CONSTANT, Sender, SenderFacts
+
+log = logging.getLogger(__name__)
+
+Kind = str
+"""Distinguishes engines that load weights in different ways: server, version, workers and their options, dtype.
+
+In exact mode each process is of its own kind: what bits it computes also depends on --exact, its processor and torch.
+"""
+
+Samples = Sequence[tuple[TokenIds, Logprobs]]
+"""(tokens, log-probs) of each response."""
+
+Sample = Callable[[Sequence[Member]], Mapping[Member, Samples]]
+"""Publishes the trainer's weights as they are to these instances, and samples from them; without those that fail."""
+
+NUM_TOKENS = 64
+"""Sampled from each instance: enough that a few tokens with a different MoE routing are not decisive."""
+
+MAX_PROMPT_TOKENS = 128
+"""Attention needs some context for its weights to matter; a long one only costs time."""
+
+VISIBLE = 6.0
+"""A class is visible if leaving it out changes log-probs by this many times the noise scale, on average per token."""
+
+MARGIN = 1.5
+"""Factor by which a class must be more visible on the prompt's tokens, as it may be less so on sampled ones."""
+
+CLEARLY = 4.0
+"""An engine's log-probs are clearly nearer to one set than to another if the distance is this many times smaller."""
+
+DISTINCT = 3.0
+"""A class shows that an engine has it right if leaving it out would move log-probs by this many times the distance from
+the expected ones. A tensor that is loaded in a wrong order moves them at least as much as one that is left out."""
+
+EVERYTHING = "every tensor"
+UNCLEAR = "unclear"
+SEED = 0
+
+
+class Canary:
+    """Which kinds of engines have passed in this process, and how they are judged.
+
+    A resumed run checks again at its first publish: servers may have been replaced since.
+    """
+
+    def __init__(
+        self,
+        config: PublishSection,
+        rollout: RolloutSection,
+        prompt_token_ids: Sequence[int],
+        noise: float,
+        dtype: str,
+        *,
+        rounding: float | None = None,
+        exact: bool = False,
+    ) -> None:
+        """Args:
+        noise: RMS of log-prob differences of correct engines, see `gap_limits.NoiseLimits`. Classes are changed
+            by enough to be visible beside it.
+        dtype: of the published weights.
+        rounding: RMS of the differences that rounding explains, `gap_limits.noise_scale`; `noise` by default.
+        exact: whether log-probs must be equal.
+        """
+        self._is_always = config.canary == "always"
+        self._timeout_s = config.timeout_s
+        self._prompt = list(prompt_token_ids)[:MAX_PROMPT_TOKENS]
+        self._noise = noise
+        self._rounding = noise if rounding is None else min(noise, rounding)
+        self._dtype = dtype
+        self._exact = exact
+        self._passed: set[Kind] = set()
+        self.kinds: dict[Member, Kind] = {}
+        """The kind that each instance reported."""
+        self._strengths: dict[str, int] = {}
+        length = min(NUM_TOKENS, rollout.max_response_tokens)
+        self._num_responses = math.ceil(NUM_TOKENS / length)
+        self._sampling = SamplingParams(
+            max_tokens=length, temperature=rollout.temperature, seed=SEED, ignore_eos=True, logprobs=0
+        )
+
+    async def due(self, member: Member) -> bool:
+        """Whether `member` has to pass before it serves. Queries its kind, unless it has been in service since.
+
+        Raises:
+            InstanceError: it does not report its kind.
+        """
+        if member.state != "ready" or member not in self.kinds:
+            self.kinds[member] = await self._kind_of(member)
+        return self._is_always or self.kinds[member] not in self._passed
+
+    async def ask(self, client: InstanceClient, version: WeightVersion) -> Samples:
+        """Some responses of the instance, within `publish.timeout_s`.
+
+        Raises:
+            InstanceError: it did not return complete responses of `version`.
+        """
+        partials = [PartialRollout(SEED + i) for i in range(self._num_responses)]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await client.generate(self._prompt, self._sampling, f"canary-{version}", version, partials)
+        except TimeoutError as error:
+            raise InstanceUnreachable(
+                f"instance {client.url} did not answer the canary {version!r} within {self._timeout_s:g} s "
+                "(publish.timeout_s)"
+            ) from error
+        return [(TokenIds(partial.token_ids), Logprobs(partial.logprobs)) for partial in partials]
+
+    @contextmanager
+    def changed(self, trainer: Sender) -> Iterator[None]:
+        """Changes the trainer's weights while the context is open, every class by enough to be visible.
+
+        After an error they stay changed: the ranks may no longer be synchronised, and each restores its own.
+        """
+        self._calibrate(trainer)
+        yield
+        trainer.change({})
+
+    def judge(self, answers: Mapping[Member, Samples], trainer: Sender, sample: Sample) -> dict[Member, InstanceError]:
+        """Errors of the instances that do not compute with the weights sent. Notes the kinds of those that do."""
+        responses = list(dict.fromkeys(tokens for samples in answers.values() for tokens, _ in samples))
+        if not responses:
+            return {}
+        facts = trainer.facts()
+        scores = {
+            name: dict(zip(responses, self._score(trainer, left_out, responses), strict=True))
+            for name, left_out in (("", ()), *_signatures(facts).items())
+        }
+        failures: dict[Member, InstanceError] = {}
+        apart = [(name,) for name in facts.classes if name not in facts.one_tensor]
+        units = apart + ([tuple(facts.one_tensor)] if facts.one_tensor else [])
+        wrong: dict[Kind, tuple[str, ...]] = {}
+        for member, samples in answers.items():
+            found, kind = _compare(samples, scores), self.kinds[member]
+            problem = self._problem(found)
+            if problem == UNCLEAR:
+                # Engines of a kind load in the same way, so one of them tells what the others do.
+                if kind not in wrong:
+                    wrong[kind] = self._locate(member, found.own, units, trainer, sample)
+                problem = self._unclear(found, wrong[kind], units)
+            if problem is not None:
+                failures[member] = InstanceError(f"instance {member.url} {problem}")
+                continue
+            log.info("canary: %s (%s) computes with the weights it receives", member.url, kind)
+            if hidden := found.hidden:
+                text = "canary: the tokens sampled from %s cannot show whether it takes over %s"
+                log.warning(text, member.url, ", ".join(hidden))
+        passed = {self.kinds[member] for member in answers if member not in failures}
+        self._passed |= passed - {self.kinds[member] for member in failures}
+        return failures
+
+    async def _kind_of(self, member: Member) -> Kind:
+        client = member.client
+        kind = f"{client.dialect.name} {client.server}, {await client.engine_options(self._timeout_s)}, {self._dtype}"
+        return f"{kind}, process {member.boot_id} at {member.url}" if self._exact else kind
+
+    def _score(self, trainer: Sender, left_out: Sequence[str], responses: Sequence[TokenIds]) -> list[list[float]]:
+        """Log-probs with every class changed but those in `left_out`."""
+        trainer.change({name: strength for name, strength in self._strengths.items() if name not in left_out})
+        return trainer.score(self._prompt, responses)
+
+    def _calibrate(self, trainer: Sender) -> None:
+        """Finds strengths at which each class left out is visible in the log-probs of some tokens; leaves them set."""
+        tokens = TokenIds(self._prompt[i % len(self._prompt)] for i in range(self._sampling.max_tokens))
+        facts = trainer.facts()
+        self._strengths = dict.fromkeys(facts.classes, 1)
+        for _ in range(ALL_STRENGTHS):
+            (expected,) = self._score(trainer, (), [tokens])
+            weak = {
+                name
+                for name in facts.classes
+                if not _distance(self._score(trainer, (name,), [tokens])[0], expected) >= MARGIN * VISIBLE * self._noise
+                and self._strengths[name] < ALL_STRENGTHS
+            }
+            if not weak:
+                break
+            if weak & set(facts.one_tensor):
+                weak |= set(facts.one_tensor)
+            for name in weak:
+                self._strengths[name] += 1
+        trainer.change(self._strengths)
+
+    def _problem(self, found: "_Comparison") -> str | None:
+        """Why an instance's log-probs fail the check, None if they pass, `UNCLEAR` if only a search can tell."""
+        if not math.isfinite(found.own):
+            return "answers with log-probs that are no finite numbers"
+        if found.own <= self._rounding or (not found.is_stale and not found.hidden):
+            if self._exact and found.own > 0:
+                return (
+                    f"answers with log-probs {found.own:.3g} nats per token from those of the weights it was sent, and "
+                    "train.exact allows no difference: start it with --exact, on the trainer's kind of processor and "
+                    "release of torch"
+                )
+            return None
+        if not found.is_stale:
+            return UNCLEAR
+        nearest = found.nearest
+        return (
+            f"received the weights, but computes with a stale copy of {nearest}: its log-probs are {found.own:.3g} "
+            f"nats per token from the weights it was sent, {found.distances[nearest]:.3g} from those with {nearest} "
+            "as before; its loader does not put that tensor where it is used"
+        )
+
+    def _unclear(self, found: "_Comparison", wrong: Sequence[str], units: Sequence[Sequence[str]]) -> str:
+        """The text for an instance that computes with neither the weights sent nor a stale copy of a class.
+
+        Args:
+            wrong: what `_locate` found in `units`.
+        """
+        own = f"its log-probs are {found.own:.3g} nats per token from the weights it was sent"
+        loader = "its loader puts these tensors in another order or place than its kernels expect"
+        if wrong and wrong != units[-1]:
+            return (
+                f"received the weights, but computes with wrong ones of {' and '.join(wrong)}: {own}, and agree if all "
+                f"values of these tensors are equal; {loader}"
+            )
+        text = f"does not clearly compute with the weights it was sent: {own}"
+        if wrong:
+            others = "its dtype, temperature or engine options are others than the trainer's"
+            text += f", and equal values of no other class than {' and '.join(wrong)} mend that; {loader}, or {others}"
+        if found.own > self._noise:
+            return f"{text}; if it is meant to be so noisy (quantised), set train.logprob_noise to the noise's RMS"
+        weakest = min(found.hidden, key=found.effects.__getitem__)
+        effect = found.effects[weakest]
+        return (
+            f"{text}. train.logprob_noise = {self._noise:g} allows so much noise, but then nothing shows whether it "
+            f"takes over {', '.join(found.hidden)}: {weakest} left as it was would move log-probs by {effect:.3g} nats "
+            f"per token, so that the noise must be below {effect / DISTINCT:.2g}; use an engine that computes in "
+            "model.dtype, or do without this proof (publish.canary = 'off')"
+        )
+
+    def _locate(
+        self,
+        member: Member,
+        own: float,
+        units: Sequence[tuple[str, ...]],
+        trainer: Sender,
+        sample: Sample,
+    ) -> tuple[str, ...]:
+        """The classes that the engine has wrong, found by publishes to it alone; none if it is lost meanwhile.
+
+        Makes the first units constant, as few as mend the log-probs: the last of these is wrong. Then the last ones of
+        these, as few as mend them: the first of these is wrong too, and nothing outside is.
+        """
+
+        def agrees(units: Sequence[tuple[str, ...]]) -> bool:
+            constant = [name for unit in units for name in unit]
+            trainer.change(self._strengths | dict.fromkeys(constant, CONSTANT))
+            samples = sample([member]).get(member)
+            if samples is None:
+                raise _Lost
+            expected = trainer.score(self._prompt, [tokens for tokens, _ in samples])
+            distance = _distance(_flat(logprobs for _, logprobs in samples), _flat(expected))
+            log.info("canary: %s with constant %s: %.3g nats per token", member.url, ", ".join(constant), distance)
+            return distance <= min(self._rounding, own / CLEARLY)
+
+        num_judged = len(units) - 1
+        try:
+            # The last unit has the head: constant, that hides everything.
+            last = bisect_left(range(num_judged), True, key=lambda end: agrees(units[: end + 1]))
+            if last == num_judged:
+                return units[last]
+            first = last - bisect_left(range(last), True, key=lambda size: agrees(units[last - size : last + 1]))
+        except _Lost:
+            log.warning("canary: %s was lost in the search for the class that it has wrong", member.url)
+            return ()
+        return tuple(name for unit in units[first : last + 1] for name in unit)
+
+
+def _signatures(facts: SenderFacts) -> dict[str, tuple[str, ...]]:
+    """Possible stale copies, by name -> the classes that are then unchanged."""
+    found: dict[str, tuple[str, ...]] = {name: (name,) for name in facts.classes}
+    if facts.one_tensor:
+        found[" and ".join(facts.one_tensor)] = tuple(facts.one_tensor)
+    return found | {EVERYTHING: tuple(facts.classes)}
+
+
+class _Lost(Exception):
+    """An instance failed while it was searched for the class that it has wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Distances of an engine's log-probs, in nats per token. A signature is a class, or several, left as they were."""
+
+    own: float
+    """From those of the weights sent."""
+
+    effects: Mapping[str, float]
+    """By signature: how far its log-probs are from those of the weights sent, by the trainer alone."""
+
+    distances: Mapping[str, float]
+    """By signature: from its log-probs."""
+
+    @property
+    def nearest(self) -> str:
+        return min(self.distances, key=self.distances.__getitem__)
+
+    @property
+    def is_stale(self) -> bool:
+        return CLEARLY * self.distances[self.nearest] < self.own
+
+    @property
+    def hidden(self) -> list[str]:
+        """Signatures too weak to show that this engine does not have them."""
+        return [name for name, effect in self.effects.items() if not effect > DISTINCT * self.own]
+
+
+def _compare(samples: Samples, scores: Mapping[str, Mapping[TokenIds, list[float]]]) -> _Comparison:
+    answered = _flat(logprobs for _, logprobs in samples)
+    scored = {name: _flat(scores[name][tokens] for tokens, _ in samples) for name in scores}
+    expected = scored.pop("")
+    return _Comparison(
+        _distance(answered, expected),
+        {name: _distance(other, expected) for name, other in scored.items()},
+        {name: _distance(answered, other) for name, other in scored.items()},
+    )
+
+
+def _flat(logprobs: Iterable[Sequence[float]]) -> list[float]:
+    return [lp for each in logprobs for lp in each]
+
+
+def _distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """Mean |difference| in nats per token: an outlier token counts linearly, not by its square."""
+    return math.fsum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)

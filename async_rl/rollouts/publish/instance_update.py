@@ -1,0 +1,57 @@
+"""The control calls that put new weights on one instance; the same for a publish and a late joiner.
+
+    pause -> start -> update                                (`receive`)
+    -> compare fingerprints -> finish with the version -> resume -> read the version back     (`put_in_service`)
+
+Both run on the event loop and raise the `InstanceError` of the call that failed.
+"""
+
+import asyncio
+
+from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable
+from async_rl.method.types import WeightVersion
+from async_rl.rollouts.instance.client import InstanceClient
+from async_rl.shared.protocol.inference import UpdateInfo
+from async_rl.shared.protocol.sender import SenderFacts
+
+ANSWER_MARGIN_S = 5.0
+"""How much longer than its own timeout an instance may take to respond: its error is more specific than ours."""
+
+
+def announcement(facts: SenderFacts) -> UpdateInfo:
+    """The tensors of a stream, in its order, as announced to the instances."""
+    return UpdateInfo(names=facts.names, dtype_names=facts.dtype_names, shapes=facts.shapes)
+
+
+async def receive(client: InstanceClient, info: UpdateInfo, timeout_s: float) -> None:
+    """Lets the instance receive one stream. For a snapshot it has `timeout_s`; the sender bounds a broadcast."""
+    await client.pause(timeout_s + ANSWER_MARGIN_S)
+    refused = None
+    try:
+        await client.start_weight_update(timeout_s + ANSWER_MARGIN_S)
+    except InstanceRefused as error:
+        # An update left open by an earlier attempt or trainer may continue: this stream carries every tensor.
+        refused = error
+    try:
+        async with asyncio.timeout(None if info.snapshot is None else timeout_s):
+            await client.update_weights(info)
+    except TimeoutError as error:
+        raise InstanceUnreachable(
+            f"instance {client.url} did not read the snapshot {info.snapshot} within {timeout_s:g} s "
+            "(publish.timeout_s)"
+        ) from error
+    except InstanceError as error:
+        raise error if refused is None else InstanceError(f"{error}; before that: {refused}") from refused
+
+
+async def put_in_service(client: InstanceClient, fingerprint: str, version: WeightVersion, timeout_s: float) -> None:
+    """Ends the update of an instance that received exactly the stream with this fingerprint."""
+    received = await client.weight_fingerprints(timeout_s)
+    if not received or set(received) != {fingerprint}:
+        raise InstanceError(
+            f"instance {client.url} received weights with fingerprints {received}, sent was {fingerprint!r}"
+        )
+    await client.finish_weight_update(version, timeout_s)
+    await client.resume(timeout_s)
+    if (actual := await client.weight_version(timeout_s)) != version:
+        raise InstanceError(f"instance {client.url} reports weight version {actual!r} after publishing {version!r}")

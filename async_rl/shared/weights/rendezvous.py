@@ -1,0 +1,137 @@
+"""The weight group of one trainer and a given set of instances, with the store of its rendezvous.
+
+The store's server is separate from the group's own store client, so that closing it ends every member's wait at once,
+on the instances as well as here. Each group has a secret of its own, which the invitations carry.
+"""
+
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import accumulate
+
+from async_rl.config.pool_section import PublishSection
+from async_rl.errors import PublishError
+from async_rl.shared.net.local_address import addresses_of, is_loopback
+from async_rl.shared.protocol.inference import InitInfo
+from async_rl.shared.weights.collectives import current_device
+from async_rl.shared.weights.store import StoreServer
+from async_rl.shared.weights.stream import BUCKET_BYTES, WeightGroup
+
+COMING_TIMEOUT_S = 2.0
+POLL_S = 0.01
+
+LEAVE_IT_OUT = "leave it out, which takes the address that routes to the instances, or give one of this host"
+
+
+def sender_address(master_address: str | None, routes: Sequence[str]) -> str:
+    """The address of this host at which all instances can reach it, and each other.
+
+    All members of a group connect to all others, so they use one address, which is not loopback if an instance is on
+    another host: instances on this host can reach it as well.
+
+    Args:
+        master_address: the configured address, an address or a name of this host.
+        routes: for each instance, the source address of this host's route to it.
+
+    Raises:
+        PublishError: the configured address is not reachable for all instances.
+    """
+    remote = [address for address in routes if not is_loopback(address)]
+    if master_address is None:
+        return Counter(remote or routes).most_common(1)[0][0]
+    try:
+        chosen = str(addresses_of(master_address, None, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise PublishError(f"publish.master_address = {master_address!r}: {error}; {LEAVE_IT_OUT}") from error
+    if remote and is_loopback(chosen):
+        raise PublishError(
+            f"publish.master_address = {master_address!r} is {chosen} on this host, where nobody else reaches it, but "
+            f"the way to an instance begins at {remote[0]}: {LEAVE_IT_OUT}"
+        )
+    return chosen
+
+
+class Rendezvous:
+    """The sender's side of forming a group, in a thread, because the rendezvous blocks and may have to be cancelled."""
+
+    def __init__(self, sizes: Sequence[int], address: str, config: PublishSection, backend: str) -> None:
+        """`address` is this host's own, see `sender_address`; `sizes` are the instances' numbers of workers."""
+        *self._offsets, self._world_size = accumulate(sizes, initial=1)
+        self._address = address
+        self._config = config
+        self._backend = backend
+        self._secret = secrets.token_hex()
+        self._server = StoreServer(address, self._secret)
+        self.group: WeightGroup | None = None
+        """The group, once it is formed and until `close`."""
+        self._problem = "called off"
+        self._device = current_device(backend)
+        self._ended = threading.Event()
+        threading.Thread(target=self._meet, name="async-rl-rendezvous", daemon=True).start()
+
+    def invitations(self) -> list[InitInfo]:
+        """The parameters with which each instance joins."""
+        config = self._config
+        return [
+            InitInfo.model_validate(
+                {
+                    "master_address": self._address,
+                    "master_port": self._server.port,
+                    "secret": self._secret,
+                    "rank_offset": offset,
+                    "world_size": self._world_size,
+                    "backend": self._backend,
+                    "bucket_bytes": BUCKET_BYTES,
+                    "timeout_s": config.timeout_s,
+                }
+            )
+            for offset in self._offsets
+        ]
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the rendezvous has ended, with or without a group, within `timeout_s`."""
+        return self._ended.wait(timeout_s)
+
+    @property
+    def problem(self) -> str | None:
+        """Why it has ended without a group."""
+        return self._problem if self._ended.is_set() and self.group is None else None
+
+    def absent(self) -> list[int]:
+        """The ranks that have not come yet. One that has come counts as present also after its end."""
+        store = self._server.store(self._config.timeout_s)
+        return [rank for rank in range(1, self._world_size) if not WeightGroup.has_come(store, rank)]
+
+    def call_off(self, without: Collection[int]) -> str:
+        """Ends the wait of all members, because it failed or the ranks `without` will not join; returns why.
+
+        First lets the others connect, for a short while: an instance that finds no store retries until its own timeout,
+        while one that waits in the store notices its end at once.
+        """
+        deadline = time.monotonic() + COMING_TIMEOUT_S
+        while set(self.absent()).difference(without) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        self._server.close()
+        self._ended.wait(self._config.timeout_s)
+        self.close()
+        return self._problem
+
+    def close(self) -> None:
+        """Ends the group for every member; a second call does nothing."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.close()
+        self._server.close()
+
+    def _meet(self) -> None:
+        config = self._config
+        try:
+            store = self._server.store(config.timeout_s)
+            self.group = WeightGroup(store, 0, self._world_size, self._backend, config.timeout_s, self._device)
+        except PublishError as error:
+            self._problem = str(error)
+        finally:
+            self._ended.set()

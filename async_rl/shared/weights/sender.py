@@ -1,0 +1,146 @@
+"""The trainer's main rank in a publish: its weight group, the stream to it, snapshots, and log-probs of its weights."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from async_rl.config.pool_section import PublishSection
+from async_rl.errors import PublishError
+from async_rl.shared.net.local_address import address_towards
+from async_rl.shared.protocol.sender import Forming, Invitations, Score, SenderFacts, Sent
+from async_rl.shared.weights.nccl_version import UNKNOWN, nccl_version
+from async_rl.shared.weights.rendezvous import Rendezvous, sender_address
+from async_rl.shared.weights.snapshot_store import SnapshotStore
+from async_rl.shared.weights.stream import BUCKET_BYTES, MakeStream, Stream, TensorSpec, WeightGroup
+
+
+def _no_score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+    raise AssertionError("these weights compute nothing")
+
+
+def _no_change(strengths: Mapping[str, int]) -> None:
+    assert not strengths, "these weights stay as they are"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """The weights that a sender sends; further ranks of the trainer may take part in each of the calls."""
+
+    specs: Sequence[TensorSpec]
+    """The tensors of the stream, in its order."""
+    stream: MakeStream
+    """Called again if a broken group makes the rest receive it again."""
+    score: Score = _no_score
+    change: Callable[[Mapping[str, int]], None] = _no_change
+    """Changes the weights for the canary, see `Sender.change`."""
+    classes: Sequence[str] = ()
+    one_tensor: Sequence[str] = ()
+    watch: Callable[[], None] = lambda: None
+    """See `Sender.watch`."""
+
+
+class WeightSender:
+    """`protocol.sender.Sender` of the process that it is in, for the main thread: the weight group is on that
+    thread's current device."""
+
+    def __init__(self, source: WeightSource, config: PublishSection, run_id: str, backend: str = "gloo") -> None:
+        """`run_id` names the snapshots of this run, which are written if `publish.snapshot_dir` is set.
+
+        Raises:
+            ConfigError: the snapshot directory cannot be created.
+        """
+        self._source = source
+        self._config = config
+        self._backend = backend
+        self._snapshots = None if config.snapshot_dir is None else SnapshotStore(config.snapshot_dir, run_id)
+        self._rendezvous: Rendezvous | None = None
+        version = nccl_version() if backend == "nccl" else UNKNOWN
+        self._facts = SenderFacts(
+            names=[spec.name for spec in source.specs],
+            dtype_names=[spec.dtype_name for spec in source.specs],
+            shapes=[list(spec.shape) for spec in source.specs],
+            num_bytes=sum(spec.num_bytes for spec in source.specs),
+            classes=list(source.classes),
+            one_tensor=list(source.one_tensor),
+            nccl_version=None if version.startswith(UNKNOWN) else version,
+        )
+
+    def facts(self) -> SenderFacts:
+        return self._facts
+
+    def watch(self) -> None:
+        self._source.watch()
+
+    def form(self, hosts: Sequence[str], sizes: Sequence[int]) -> Invitations:
+        self.leave_group()
+        routes, without = [], {}
+        for host in hosts:
+            try:
+                routes.append(address_towards(host))
+            except OSError as error:
+                without[host] = str(error)
+        if without:
+            return Invitations([], without)
+        address = sender_address(self._config.master_address, routes)
+        self._rendezvous = Rendezvous(sizes, address, self._config, self._backend)
+        return Invitations([info.model_dump() for info in self._rendezvous.invitations()], {})
+
+    def wait_formed(self, timeout_s: float) -> Forming:
+        rendezvous = self._forming
+        has_ended = rendezvous.wait(timeout_s)
+        return Forming(has_ended, rendezvous.problem, rendezvous.absent())
+
+    def call_off(self, without: Sequence[int]) -> str:
+        problem = self._forming.call_off(without)
+        self._rendezvous = None
+        return problem
+
+    def wait_accepted(self, timeout_s: float) -> list[int]:
+        return self._group.wait_accepted(timeout_s)
+
+    def send(self, version: str) -> Sent:
+        group = self._group
+        try:
+            fingerprint = group.send(self._written_too(version), BUCKET_BYTES)
+        except PublishError as error:
+            # As text, because its traceback would keep the broken group's connections open.
+            return Sent(problem=str(error))
+        return Sent(fingerprint, str(self._snapshots.commit()) if self._snapshots is not None else None)
+
+    def write_snapshot(self, version: str) -> Sent:
+        assert self._snapshots is not None, "the snapshot transport needs publish.snapshot_dir"
+        fingerprint = self._snapshots.begin(version, self._source.specs).write(self._source.stream())
+        return Sent(fingerprint, str(self._snapshots.commit()))
+
+    def leave_group(self) -> None:
+        rendezvous, self._rendezvous = self._rendezvous, None
+        if rendezvous is not None:
+            rendezvous.close()
+
+    def change(self, strengths: Mapping[str, int]) -> None:
+        self._source.change(strengths)
+
+    def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._source.score(prompt, responses)
+
+    def close(self) -> None:
+        """Leaves the weight group and removes the snapshots; may be called again."""
+        self.leave_group()
+        if self._snapshots is not None:
+            self._snapshots.close()
+
+    def _written_too(self, version: str) -> Stream:
+        """The stream, also written to a snapshot as it passes if there is a store."""
+        if self._snapshots is None:
+            return self._source.stream()
+        return self._snapshots.begin(version, self._source.specs).tee(self._source.stream())
+
+    @property
+    def _forming(self) -> Rendezvous:
+        assert self._rendezvous is not None, "no weight group is being formed"
+        return self._rendezvous
+
+    @property
+    def _group(self) -> WeightGroup:
+        group = self._forming.group
+        assert group is not None, "the weight group is not formed"
+        return group

@@ -1,0 +1,321 @@
+"""The store for the rendezvous of a weight group: only invited members can connect, read or write.
+
+torch's own `TCPStore` has no authentication, listens on every interface, and lists its keys to any client. This one
+listens on one given address, and on each connection both ends first prove that they know the secret of the invitation
+(`store_wire.py`), which is sent over the instances' own routes. Process groups call `RendezvousStore` from any of their
+threads.
+"""
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store
+
+from async_rl.errors import PublishError
+from async_rl.shared.weights.store_wire import admit, enter, listen, receive_frame, send_frame, shut
+
+Request = Mapping[str, Any]
+"""`op`, and its arguments: `key` or `keys`, `value` as hex digits, `timeout_s`."""
+
+WRITING = frozenset({"set", "add", "compare_set"})
+
+PROOF_TIMEOUT_S = 5.0
+"""How long an unauthenticated connection may stay open."""
+
+MAX_STRANGERS = 64
+"""Concurrent connections without a proof; beyond that the oldest ends. A member needs milliseconds to prove itself."""
+
+RETRY_S = 0.05
+"""Between attempts to connect, and to accept where no descriptor is free."""
+
+ANSWER_MARGIN_S = 5.0
+
+
+class _Values:
+    """The values set by the members; closing it ends every wait."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def answer(self, request: Request) -> Any:
+        """Executes a request: returns bytes as hex digits, a number, a bool, or None.
+
+        Raises:
+            PublishError: the awaited keys were not set in time, or the rendezvous has ended.
+        """
+        with self._changed:
+            answer = self._carry_out(request)
+            if request["op"] in WRITING:
+                self._changed.notify_all()
+            return answer
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _carry_out(self, request: Request) -> Any:
+        values, key = self._values, request.get("key", "")
+        match request["op"]:
+            case "wait":
+                self._wait(request["keys"], request["timeout_s"])
+            case "get":
+                self._wait([key], request["timeout_s"])
+                return values[key].hex()
+            case "check":
+                return all(each in values for each in request["keys"])
+            case "set":
+                values[key] = bytes.fromhex(request["value"])
+            case "compare_set":
+                if values.get(key, b"") == bytes.fromhex(request["expected"]):
+                    values[key] = bytes.fromhex(request["value"])
+                return values.get(key, bytes.fromhex(request["expected"])).hex()
+            case "add":
+                values[key] = str(int(values.get(key, b"0")) + int(request["amount"])).encode()
+                return int(values[key])
+            case "delete":
+                return values.pop(key, None) is not None
+            case "count":
+                return len(values)
+            case op:
+                raise ValueError(f"a weight store has no operation {op!r}")
+        return None
+
+    def _wait(self, keys: Sequence[str], timeout_s: float) -> None:
+        def is_over() -> bool:
+            return self._is_closed or all(key in self._values for key in keys)
+
+        if not self._changed.wait_for(is_over, timeout_s):
+            missing = [key for key in keys if key not in self._values]
+            raise PublishError(f"no member has said {', '.join(missing)} within {timeout_s:g} s")
+        if self._is_closed:
+            raise PublishError("the rendezvous of the weight group was ended by its host")
+
+
+class RendezvousStore(Store):
+    """A member's client of the store, as torch's process groups call it.
+
+    `address` is this host's on the route to the other members, `secret` that of the invitation.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Request], Any],
+        address: str,
+        secret: str,
+        timeout_s: float,
+        has_ended: Callable[[], bool],
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self.has_ended = has_ended
+        """Whether the host has ended the rendezvous; does not wait."""
+        self.close = close
+        """Disconnects from the rendezvous; does nothing for the host's own client."""
+        self.address = address
+        self.secret = secret
+        self._ask = ask
+        self._timeout_s = timeout_s
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._ask({"op": "set", "key": key, "value": _bytes(value).hex()})
+
+    def get(self, key: str) -> bytes:
+        return bytes.fromhex(self._ask({"op": "get", "key": key, "timeout_s": self._timeout_s}))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        self._ask({"op": "wait", "keys": keys, "timeout_s": timeout_s})
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask({"op": "check", "keys": keys}))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask({"op": "add", "key": key, "amount": amount}))
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        values = {"expected": _bytes(expected).hex(), "value": _bytes(desired).hex()}
+        return bytes.fromhex(self._ask({"op": "compare_set", "key": key} | values))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask({"op": "delete", "key": key}))
+
+    def num_keys(self) -> int:
+        return int(self._ask({"op": "count"}))
+
+    def clone(self) -> "RendezvousStore":
+        """Itself: any thread may use it."""
+        return self
+
+
+class StoreServer:
+    """Holds the members' values, from its creation until `close`, which ends all waits.
+
+    Args:
+        address: of this host; the only one it listens on.
+        secret: a client that proves to know it is a member.
+
+    Raises:
+        PublishError: it is not an address of this host.
+    """
+
+    def __init__(self, address: str, secret: str) -> None:
+        self._address = address
+        self._secret = secret
+        self._values = _Values()
+        self._lock = threading.Lock()
+        # In the order in which they came.
+        self._strangers: dict[socket.socket, None] = {}
+        self._members: set[socket.socket] = set()
+        self._is_closed = False
+        try:
+            self._listener = listen(address, MAX_STRANGERS)
+        except OSError as error:
+            raise PublishError(
+                f"cannot listen at {address} (publish.master_address): {error}; expected an address of this host"
+            ) from error
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="async-rl-rendezvous", daemon=True).start()
+
+    def store(self, timeout_s: float) -> RendezvousStore:
+        """The host's own client."""
+        return RendezvousStore(self._values.answer, self._address, self._secret, timeout_s, lambda: self._is_closed)
+
+    def close(self) -> None:
+        """Ends all waits and connections; a second call does nothing."""
+        with self._lock:
+            self._is_closed = True
+            open_sockets = [self._listener, *self._strangers, *self._members]
+        self._values.close()
+        for each in open_sockets:
+            shut(each)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(RETRY_S)
+                continue
+            with self._lock:
+                if self._is_closed:
+                    connection.close()
+                    return
+                if len(self._strangers) == MAX_STRANGERS:
+                    oldest = next(iter(self._strangers))
+                    del self._strangers[oldest]
+                    # Its thread closes it.
+                    shut(oldest)
+                self._strangers[connection] = None
+            threading.Thread(target=self._serve, args=(connection,), name="async-rl-rendezvous", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        # Any error ends only this one connection: its peer disconnected or sent invalid data.
+        with connection, suppress(OSError, ValueError, LookupError, TypeError):
+            try:
+                is_member = admit(connection, self._secret, time.monotonic() + PROOF_TIMEOUT_S)
+            finally:
+                with self._lock:
+                    self._strangers.pop(connection, None)
+            if not is_member:
+                return
+            with self._lock:
+                self._members.add(connection)
+            try:
+                self._answer_all(connection)
+            finally:
+                with self._lock:
+                    self._members.discard(connection)
+
+    def _answer_all(self, connection: socket.socket) -> None:
+        while not self._is_closed:
+            request = receive_frame(connection, None)
+            try:
+                answer = {"answer": self._values.answer(request)}
+            except PublishError as error:
+                answer = {"error": str(error)}
+            send_frame(connection, answer)
+
+
+def join_rendezvous(address: str, port: int, secret: str, timeout_s: float) -> RendezvousStore:
+    """Connects a member to the store that a host serves at this address.
+
+    Raises:
+        NotInvited: the two do not have the same secret.
+        PublishError: no server responds at that address within the timeout.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = enter(address, port, secret, deadline)
+            break
+        except (OSError, UnicodeError) as error:  # UnicodeError: what can be no host name
+            if time.monotonic() + RETRY_S > deadline:
+                raise PublishError(
+                    f"no weight store at {address}:{port} within {timeout_s:g} s: {error}; can this host reach that "
+                    "address? The trainer names another one by publish.master_address"
+                ) from error
+        time.sleep(RETRY_S)
+    own_address = str(connection.getsockname()[0])
+    line = _Line(connection, timeout_s)
+    return RendezvousStore(line.ask, own_address, secret, timeout_s, line.has_ended, line.close)
+
+
+class _Line:
+    """A member's connection: one request at a time, from any thread."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+
+    def ask(self, request: Request) -> Any:
+        """
+        Raises:
+            PublishError: the host did not respond, or an awaited key was not set in time.
+        """
+        deadline = time.monotonic() + request.get("timeout_s", self._timeout_s) + ANSWER_MARGIN_S
+        with self._lock:
+            try:
+                send_frame(self._connection, request)
+                answer = receive_frame(self._connection, deadline)
+            except (OSError, ValueError) as error:
+                self.close()
+                raise PublishError(f"the host of the weight group's rendezvous is gone: {error}") from error
+        if "error" in answer:
+            raise PublishError(answer["error"])
+        return answer["answer"]
+
+    def has_ended(self) -> bool:
+        """Whether the host has closed the connection. While a request waits for its answer this is not known: the
+        request will notice."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            # Nothing comes unasked but the end. Unlike `select`, this takes file descriptors above 1023.
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):
+            return True
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        shut(self._connection)
+        self._connection.close()
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

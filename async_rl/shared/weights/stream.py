@@ -1,0 +1,304 @@
+"""The weight transport, both ends of it: a group of one sender and all receivers, buckets, and the fingerprint.
+
+The trainer's first rank is rank 0 and the only source; every worker of every inference instance is one more rank.
+Tensors are sent in a given order by `torch.distributed` broadcast (gloo, nccl or hccl): large ones alone, directly
+between their own memory, small ones packed into buckets. One message is hashed while another is sent. Before each
+update every receiver announces through the group's store that it accepted the list of tensors, and waits there; the
+sender broadcasts only then, so a refused list blocks nobody in a collective.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+
+from async_rl.errors import ConfigError, PublishError
+from async_rl.shared.weights.collectives import NUM_IN_FLIGHT, current_device, open_collectives
+from async_rl.shared.weights.store import RendezvousStore
+from async_rl.shared.weights.store_wire import NotInvited
+
+T = TypeVar("T")
+
+WINDOW_BYTES = 32 * 2**20
+"""In flight at once, in at least two and at most `NUM_IN_FLIGHT` messages. gloo sends a message only when its receiver
+has announced that it is ready, so less would leave a fast link with a long delay idle: this is 10 Gbit/s for 25 ms."""
+
+BUCKET_BYTES = 64 * 2**20
+"""One broadcast carries so many at most: few messages, and little memory beside the weights."""
+
+ALONE_BYTES = 2**20
+"""A tensor of this size is sent alone: copying it into a bucket costs more than a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, dtype (torch attribute name) and shape of one tensor of the stream."""
+
+    name: str
+    dtype_name: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype_name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"tensor {self.name!r} has dtype {self.dtype_name!r}, which torch does not know")
+        return dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Stream = Iterable[tuple[TensorSpec, torch.Tensor]]
+MakeStream = Callable[[], Stream]
+"""Starts the stream of a publish; each tensor keeps its values until the stream has ended."""
+
+
+class Fingerprint:
+    """xxh3-128 over the stream: per tensor its name, dtype, shape and bytes, folded in stream order.
+
+    Both ends feed it the tensors as they pass; equal hex digests mean equal weights under equal names.
+    """
+
+    def __init__(self) -> None:
+        self._fold = xxhash.xxh3_128()
+
+    def add(self, spec: TensorSpec, data: torch.Tensor) -> None:
+        """Adds one tensor; `data` is its uint8 view on any device, [num_bytes]."""
+        self._fold.update(f"{spec.name}|{spec.dtype_name}|{spec.shape}|".encode())
+        self._fold.update(xxhash.xxh3_128_digest(data.cpu().numpy().data))
+
+    def hexdigest(self) -> str:
+        return self._fold.hexdigest()
+
+
+def buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
+    """Cuts the stream into consecutive runs of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+    return _cut(specs, lambda spec: spec.num_bytes, bucket_bytes, alone_bytes=None)
+
+
+def _messages(items: Iterable[T], spec_of: Callable[[T], TensorSpec], bucket_bytes: int) -> Iterator[list[T]]:
+    """The tensors of each broadcast; both ends derive the same division from the same specs and size."""
+    return _cut(items, lambda item: spec_of(item).num_bytes, bucket_bytes, ALONE_BYTES)
+
+
+def _cut(
+    items: Iterable[T], num_bytes_of: Callable[[T], int], bucket_bytes: int, alone_bytes: int | None
+) -> Iterator[list[T]]:
+    bucket: list[T] = []
+    size = 0
+    for item in items:
+        num_bytes = num_bytes_of(item)
+        alone = alone_bytes is not None and num_bytes >= alone_bytes
+        if bucket and (alone or size + num_bytes > bucket_bytes):
+            yield bucket
+            bucket, size = [], 0
+        if alone:
+            yield [item]
+            continue
+        bucket.append(item)
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A running broadcast: its bytes, uint8 [num_bytes], and the tensors in them."""
+
+    work: Any
+    data: torch.Tensor
+    specs: list[TensorSpec]
+
+
+def _presence(rank: int) -> str:
+    return f"present/{rank}"
+
+
+ACCEPTANCE_TIMEOUTS = 2
+"""How many timeouts a receiver waits for the others to accept: more than the sender, who knows whom to blame."""
+
+
+class WeightGroup:
+    """The process group of one trainer rank (0) and all receiving workers (1 .. world_size - 1).
+
+    It is separate from the default group of either process. Every wait ends within `timeout_s` in a PublishError.
+    After any error the group is unusable on all ends: close it and open a new one.
+    """
+
+    def __init__(
+        self,
+        store: RendezvousStore,
+        rank: int,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> None:
+        """Returns when all members have connected and proven to each other that they were invited.
+
+        Its tensors are on `device`, by default the calling thread's current device of the backend's kind.
+
+        Raises:
+            PublishError: they did not all connect within the timeout.
+            NotInvited: an uninvited process took the place of a member.
+        """
+        self._store = store
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._num_updates = 0
+        try:
+            store.set(_presence(rank), "here")
+            # Before gloo, whose waits cannot be ended: it should find everybody there.
+            store.wait([_presence(other) for other in range(world_size)])
+            chosen = device or current_device(backend)
+            self._collectives = open_collectives(store, rank, world_size, backend, timeout_s, chosen)
+        except (RuntimeError, PublishError) as error:
+            store.close()
+            kind = NotInvited if isinstance(error, NotInvited) else PublishError
+            raise kind(
+                f"not all {world_size} members of the weight group met within {timeout_s:g} s, this one at "
+                f"{store.address}: {error}"
+            ) from error
+
+    @staticmethod
+    def has_come(store: RendezvousStore, rank: int) -> bool:
+        """Whether a member has come to the rendezvous, also one that failed there later."""
+        return store.check([_presence(rank)])
+
+    def announce(self, rank: int) -> None:
+        """Receiver: announces that this rank accepted the next update; returns when the sender is about to send.
+
+        A sender that is gone by then has broken the broadcast, as one that goes later.
+        """
+        self._num_updates += 1
+        try:
+            self._store.set(f"update/{self._num_updates}/{rank}", "ready")
+            # Not in the broadcast, whose time would run out here while another member hangs.
+            self._store.wait([self._go()], timedelta(seconds=ACCEPTANCE_TIMEOUTS * self._timeout_s))
+        except PublishError as error:
+            raise PublishError(f"the weight broadcast broke: {error}") from error
+
+    def wait_accepted(self, timeout_s: float) -> list[int]:
+        """Sender: waits until all ranks have announced the next update, at most `timeout_s`; returns the others."""
+        keys = {rank: f"update/{self._num_updates + 1}/{rank}" for rank in range(1, self._world_size)}
+        with suppress(PublishError):
+            self._store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+        return [rank for rank, key in keys.items() if not self._store.check([key])]
+
+    def send(self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], bucket_bytes: int) -> str:
+        """Broadcasts all tensors of the stream, in order, and returns their fingerprint.
+
+        A tensor must keep its values until the end of the call. The stream is closed if it could not be sent
+        completely, since other ranks may take part in it.
+        """
+        self._num_updates += 1
+        fingerprint = Fingerprint()
+        in_flight: deque[_Message] = deque()
+        device = self._collectives.device
+        try:
+            self._store.set(self._go(), "go")
+            for items in _messages(stream, lambda item: item[0], bucket_bytes):
+                parts = [tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in items]
+                data = parts[0] if len(parts) == 1 else torch.cat(parts)
+                in_flight.append(self._start(data, [spec for spec, _ in items]))
+                for (spec, _), part in zip(items, parts, strict=True):
+                    fingerprint.add(spec, part)
+                while _is_full(in_flight):
+                    self._wait(in_flight.popleft())
+            while in_flight:
+                self._wait(in_flight.popleft())
+        finally:
+            self._collectives.let_end(message.work for message in in_flight)
+            if isinstance(stream, Generator):
+                stream.close()
+        return fingerprint.hexdigest()
+
+    def receive(
+        self, specs: Sequence[TensorSpec], bucket_bytes: int, into: Mapping[str, torch.Tensor] | None = None
+    ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Yields (spec, tensor) in stream order.
+
+        A tensor that `into` has a contiguous destination for (of the spec's dtype and shape, on the group's device) has
+        been written there, and is that destination; any other is a view of its message, which it keeps in memory.
+        Destinations are written before their tensors are yielded, from the first step on.
+        """
+        destinations = into or {}
+        in_flight: deque[_Message] = deque()
+        try:
+            for message in _messages(specs, lambda spec: spec, bucket_bytes):
+                arrived = []
+                while _is_full(in_flight):
+                    arrived.append(in_flight.popleft())
+                    self._wait(arrived[-1])
+                # The next one arrives while these are copied and hashed.
+                in_flight.append(self._start(self._room_for(message, destinations), message))
+                for each in arrived:
+                    yield from _copy_to_destinations(each, destinations)
+            while in_flight:
+                last = in_flight.popleft()
+                self._wait(last)
+                yield from _copy_to_destinations(last, destinations)
+        finally:
+            self._collectives.let_end(message.work for message in in_flight)
+
+    def _go(self) -> str:
+        return f"update/{self._num_updates}/go"
+
+    def _room_for(self, message: Sequence[TensorSpec], destinations: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        destination = destinations.get(message[0].name) if len(message) == 1 else None
+        if destination is not None and destination.is_contiguous():
+            return destination.view(-1).view(torch.uint8)
+        return torch.empty(sum(spec.num_bytes for spec in message), dtype=torch.uint8, device=self._collectives.device)
+
+    def close(self) -> None:
+        """Closes the connections, which ends the wait of any other member; a second call does nothing."""
+        self._collectives.close()
+        self._store.close()
+
+    def _start(self, data: torch.Tensor, specs: list[TensorSpec]) -> _Message:
+        try:
+            return _Message(self._collectives.broadcast(data), data, specs)
+        except RuntimeError as error:
+            raise PublishError(f"the weight broadcast broke: {error}") from error
+
+    def _wait(self, message: _Message) -> None:
+        started = time.monotonic()
+        try:
+            self._collectives.wait(message.work)
+        except RuntimeError as error:
+            waited = time.monotonic() - started
+            raise PublishError(
+                f"the weight broadcast broke after {waited:.1f} s (timeout {self._timeout_s:g} s): {error}"
+            ) from error
+
+
+def _is_full(in_flight: Collection[_Message]) -> bool:
+    """Whether one has to arrive before another is started."""
+    enough = len(in_flight) > 1 and sum(message.data.numel() for message in in_flight) >= WINDOW_BYTES
+    return enough or len(in_flight) >= NUM_IN_FLIGHT
+
+
+def _copy_to_destinations(
+    message: _Message, destinations: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """The tensors of a received message, each in its destination if it has one."""
+    start = 0
+    for spec in message.specs:
+        raw = message.data[start : start + spec.num_bytes]
+        start += spec.num_bytes
+        # A tensor may start at any byte of the message; a typed view needs its own alignment.
+        aligned = raw if raw.storage_offset() % spec.dtype.itemsize == 0 else raw.clone()
+        tensor = aligned.view(spec.dtype).view(spec.shape)
+        destination = destinations.get(spec.name)
+        if destination is not None and destination.data_ptr() != tensor.data_ptr():
+            tensor = destination.copy_(tensor)
+        yield spec, tensor

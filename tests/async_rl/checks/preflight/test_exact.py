@@ -1,0 +1,46 @@
+"""Exact mode is refused where trainer and instances cannot compute the same bits, with the setting that forbids it."""
+
+from typing import Any
+
+import pytest
+
+from async_rl.checks.preflight.model import ModelFiles, require_exact
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from tests.support.minimal_config import minimal_tree
+
+
+def config_of(exact: bool, **sections: dict[str, Any]) -> Config:
+    tree = minimal_tree()
+    tree["train"]["exact"] = exact
+    for section, values in {"model": {"dtype": "float32"}, **sections}.items():
+        tree.setdefault(section, {}).update(values)
+    return parse_config(tree, "here")
+
+
+def files_of(family: str) -> ModelFiles:
+    return ModelFiles("a-model", None, {"model_type": family}, {})
+
+
+@pytest.mark.parametrize(
+    ("sections", "family", "message"),
+    [
+        ({"trainer": {"device": "cuda"}}, "qwen3", "needs trainer.device = 'cpu', not 'cuda': change it"),
+        ({"model": {"dtype": "bfloat16"}}, "qwen3", "needs model.dtype = 'float32', not 'bfloat16'"),
+        ({"inference": {"engine": "vllm"}}, "qwen3", "needs inference.engine = 'transformers', not 'vllm'"),
+        ({"trainer": {"tensor_parallel": 2}}, "qwen3", "needs trainer.tensor_parallel = 1, not 2"),
+        ({"trainer": {"pipeline_parallel": 2}}, "qwen3", "needs trainer.pipeline_parallel = 1, not 2"),
+        ({}, "qwen3_moe", "is for models without experts, .* 'a-model' is of 'qwen3_moe'"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(sections: dict[str, Any], family: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require_exact(config_of(True, **sections), files_of(family))
+    require_exact(config_of(False, **sections), files_of(family))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_one_rank_in_float32_on_a_cpu_is_exact(family: str) -> None:
+    require_exact(config_of(True, trainer={"num_processes": 2}), files_of(family))
+    require_exact(config_of(True, rollout={"program": "command:agent"}), files_of(family))

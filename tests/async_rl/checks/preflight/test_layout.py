@@ -1,0 +1,60 @@
+"""The rule of accepted layouts: what cannot be divided is refused by the name of the key, with the remedy."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from async_rl.checks.preflight.layout import require_layout
+from async_rl.config.trainer_section import TrainerSection
+from async_rl.errors import ConfigError
+from async_rl.shared.model_shape import Experts, ModelShape
+
+DENSE = ModelShape("qwen3", 2, 32, 64, 4, 2, 8, 96, 1e-6, 1e4, None, tied=False)
+EXPERTS = replace(DENSE, num_heads=8, num_kv_heads=8, experts=Experts(4, 2, 64, renormalized=True))
+
+
+def test_what_divides_the_model_is_accepted() -> None:
+    require_layout(TrainerSection(), DENSE, 1)
+    require_layout(TrainerSection(), DENSE, 5)
+    layout = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 4, "sequence_parallel": True}
+    require_layout(TrainerSection(**layout), EXPERTS, 8)
+
+
+def test_experts_have_feed_forward_parts_of_their_own_that_nothing_divides() -> None:
+    odd = replace(EXPERTS, ffn_size=63)
+    require_layout(TrainerSection(tensor_parallel=2, sequence_parallel=True), odd, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "layout", "message"),
+    [
+        (DENSE, 8, {"tensor_parallel": 8}, "tensor_parallel = 8 does not divide the model's 4 attention heads"),
+        (DENSE, 4, {"tensor_parallel": 4}, "tensor_parallel = 4 does not divide the model's 2 key / value heads"),
+        (DENSE, 3, {"pipeline_parallel": 3}, "pipeline_parallel = 3 does not divide the model's 2 layers"),
+        (EXPERTS, 3, {"expert_parallel": 3}, "expert_parallel = 3 does not divide the model's 4 experts"),
+        (
+            replace(DENSE, vocab_size=97),
+            2,
+            {"tensor_parallel": 2},
+            "tensor_parallel = 2 does not divide the model's 97 vocabulary entries: choose a divisor of 97",
+        ),
+        (
+            replace(DENSE, ffn_size=63),
+            2,
+            {"tensor_parallel": 2},
+            "tensor_parallel = 2 does not divide the model's 63 feed-forward size",
+        ),
+        (DENSE, 2, {"expert_parallel": 2}, "expert_parallel is 2, but the model has no experts: leave it at 1"),
+        (DENSE, 2, {"sequence_parallel": True}, "sequence_parallel = true needs trainer.tensor_parallel above 1"),
+        (EXPERTS, 2, {"tensor_parallel": 2}, "with a model of experts needs trainer.sequence_parallel = true"),
+        (DENSE, 3, {"tensor_parallel": 2}, "3 training ranks (trainer.num_processes) cannot form replicas"),
+        (EXPERTS, 3, {"expert_parallel": 2}, "expert_parallel = 2 does not divide the 3 ranks of a pipeline stage"),
+    ],
+)
+def test_everything_else_is_refused_by_name(
+    model: ModelShape, num_ranks: int, layout: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        require_layout(TrainerSection(**layout), model, num_ranks)
+    assert message in str(refused.value)

@@ -1,0 +1,121 @@
+"""Which requests go from a slow instance to an idle one: the choice, which is pure, and then the way they take."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from async_rl.rollouts.instance.client import InstanceClient
+from async_rl.rollouts.instance.connections import Connections
+from async_rl.rollouts.instance.partial_rollout import PartialRollout
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.pool.member import Member, Request
+from async_rl.rollouts.pool.membership import Membership, Standing
+from async_rl.rollouts.pool.router import STRAGGLING, STRAGGLING_S, next_moves
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.protocol.inference import SamplingParams
+from tests.support.pools import Pools
+from tests.support.scripted_instance import sample
+
+NOW_S = 1000.0
+PACE = 80.0
+DEADLINE_S = 60.0
+
+
+def member(name: str, *, pace: float | None = None) -> Member:
+    standing = Standing(f"http://{name}")
+    Membership().end_publish("v1", [standing], {standing.url: None})
+    return Member(name, InstanceClient(Connections(), standing.url, 60.0, 64), standing, response_speed=pace)
+
+
+def begun(at: Member, tokens_per_s: float, ago_s: float, num_moves: int = 0) -> Request:
+    """A request of one response that has had tokens for `ago_s` seconds."""
+    request = Request([PartialRollout(0)], 1, num_moves)
+    at.begin(request)
+    at.progress(request, 1, 0, NOW_S - ago_s)
+    at.progress(request, round(tokens_per_s * ago_s), 0, NOW_S)
+    return request
+
+
+def moves(*members: Member) -> list[Request]:
+    return next_moves(members, lambda member: True, NOW_S)
+
+
+def test_one_token_a_minute_moves_to_an_idle_instance_and_the_slowest_goes_first() -> None:
+    slow, idle = member("slow"), member("idle", pace=PACE)
+    begun(slow, 1.0, 600.0)
+    trickling = begun(slow, 1 / 60, 600.0)
+    assert moves(slow, idle) == [trickling]
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "ago_s", "num_moves", "pace"),
+    [
+        (PACE / STRAGGLING * 1.05, 600.0, 0, PACE),
+        (1.0, STRAGGLING_S - 1.0, 0, PACE),
+        (1.0, 600.0, 1, PACE),
+        (1.0, 600.0, 0, None),
+    ],
+    ids=["not slow enough", "just begun", "moved before", "nobody knows how fast the idle one is"],
+)
+def test_what_was_begun_stays_otherwise(tokens_per_s: float, ago_s: float, num_moves: int, pace: float | None) -> None:
+    slow, idle = member("slow"), member("idle", pace=pace)
+    begun(slow, tokens_per_s, ago_s, num_moves)
+    assert moves(slow, idle) == []
+
+
+def test_an_instance_with_work_takes_nothing_that_was_begun() -> None:
+    slow, busy = member("slow"), member("busy", pace=PACE)
+    begun(slow, 0.1, 600.0)
+    begun(busy, PACE, 20.0)
+    assert moves(slow, busy) == []
+
+
+def test_an_idle_instance_is_promised_to_one_request_only() -> None:
+    slow, idle, other = member("slow"), member("idle", pace=PACE), member("other", pace=PACE)
+    requests = [begun(slow, 0.1 * i, 600.0) for i in (1, 2, 3)]
+    first = moves(slow, idle, other)
+    assert first == requests[:2]
+    for request in first:
+        request.is_moved = True
+    assert moves(slow, idle, other) == []
+
+
+@pytest.fixture
+def pool_of(pools_with: Callable[..., Pools]) -> Callable[..., InferencePool]:
+    return pools_with(heartbeat_timeout_s=60.0).make
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("versions_at_end", [False, True])
+def test_what_is_moved_goes_on_from_where_it_was(
+    instances: Callable[..., list[Any]],
+    pool_of: Callable[..., InferencePool],
+    loop: EventLoopThread,
+    versions_at_end: bool,
+) -> None:
+    """The slow one has made three tokens and makes no more. As vLLM does, it may tell their version at the end only."""
+    slow, fast = instances(
+        {"stream": True, "stop_after": 3, "fate": "hang", "versions_at_end": versions_at_end}, {"stream": True}
+    )
+    pool = pool_of(slow, fast)
+    seed = next(seed for seed in range(100) if len(sample(seed, 2, 40)[0]) > 10)
+    sampling = SamplingParams(n=1, max_tokens=40, seed=seed, logprobs=0)
+    running = loop.submit(pool.generate_group((3, 4), sampling, "v1-0", "v1"))
+    at_slow = pool.find(slow.url)
+    deadline = time.monotonic() + DEADLINE_S
+    while at_slow.num_tokens < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+    async def move() -> None:
+        (request,) = at_slow.requests
+        request.move()
+
+    loop.run(move())
+    (response,), num_attempts = running.result(DEADLINE_S)
+    assert response.token_ids == tuple(sample(seed, 2, 40)[0])
+    assert (response.num_continued, response.num_resampled, response.instance) == (1, 0, fast.url)
+    assert num_attempts == 1 and at_slow.num_failures == 0 and at_slow.state == "ready"
+    assert at_slow.num_open == 0 and not at_slow.waiting and pool.is_idle

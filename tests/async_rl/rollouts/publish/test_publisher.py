@@ -1,0 +1,219 @@
+"""Publishing by broadcast to real receiving instances, and to some that fail at every step."""
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from async_rl.config.pool_section import PublishSection
+from async_rl.errors import LeaderFailed, ProducerLost, PublishError
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.publish.remote_sender import RemoteSender, serve
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.weights.sender import WeightSender, WeightSource
+from async_rl.shared.weights.stream import TensorSpec
+from tests.support.publishing import SPECS, Publishing, StreamPublisher, publish, remote, stream, sums
+
+pytestmark = pytest.mark.distributed
+
+WELL = {"refuse": None, "hang": None, "die": None, "fingerprint": None, "version": "default", "broken_groups": 0}
+
+
+@pytest.fixture(scope="module")
+def trio(start_receivers: Callable[..., list[Any]]) -> list[Any]:
+    return start_receivers({}, {}, {})
+
+
+@pytest.fixture
+def well(trio: list[Any]) -> list[Any]:
+    """Three instances that take weights, without faults; tests that end one start their own."""
+    for instance in trio:
+        instance.rescript(**WELL)
+    return trio
+
+
+@pytest.fixture
+def make_publisher(loop: EventLoopThread) -> Iterator[Callable[..., tuple[StreamPublisher, InferencePool]]]:
+    publishing = Publishing(loop)
+    yield publishing.make
+    publishing.close()
+
+
+def reasons(pool: InferencePool) -> list[str]:
+    return [member.reason or "in service" for member in pool.members]
+
+
+def test_every_instance_receives_the_weights_and_serves_their_version(well, make_publisher) -> None:
+    publisher, pool = make_publisher(*well)
+    publication = publisher.publish("run-0", stream)
+    assert publication.instances == tuple(instance.url for instance in well)
+    assert publication.version == "run-0"
+    assert publication.num_bytes == 3000 * 4 + 7 * 2 + 64 * 50 * 4
+    assert [instance.sums() for instance in well] == [sums()] * 3
+    assert all(member.serves("run-0") for member in pool.members)
+    assert publish(publisher, "run-1", 2.0) == publication.instances
+    assert [instance.sums() for instance in well] == [sums(2.0)] * 3
+
+
+def test_weight_group_is_kept_from_publish_to_publish(well, make_publisher) -> None:
+    publisher, _ = make_publisher(*well)
+    publish(publisher, "run-0")
+    before = len(well[0].seen()["calls"])
+    for number in range(1, 4):
+        publish(publisher, f"run-{number}")
+    calls = well[0].seen()["calls"][before:]
+    cycle = ["/health", "/pause", "/start_weight_update", "/update_weights", "/collective_rpc"]
+    # What it holds is read by the publish, and once more by the pool that puts it in service.
+    assert calls == [*cycle, "/finish_weight_update", "/resume", "/weight_info", "/weight_info"] * 3
+
+
+@pytest.mark.parametrize("route", ["init", "pause", "update", "finish"])
+def test_instance_that_refuses_a_step_leaves_the_pool_and_returns_when_it_is_well(
+    well, make_publisher, route: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher, pool = make_publisher(*well)
+    well[1].rescript(refuse=route)
+    with caplog.at_level(logging.WARNING):
+        assert publish(publisher, "run-0", 3.0) == (well[0].url, well[2].url)
+    assert f"{route} is refused" in reasons(pool)[1]
+    assert [well[0].sums(), well[2].sums()] == [sums(3.0)] * 2
+    well[1].rescript(refuse=None)
+    assert publish(publisher, "run-1", 4.0) == tuple(instance.url for instance in well)
+    assert [instance.sums() for instance in well] == [sums(4.0)] * 3
+
+
+def test_instance_with_other_bytes_than_sent_leaves_the_pool(well, make_publisher) -> None:
+    publisher, pool = make_publisher(*well)
+    well[0].rescript(fingerprint="0123")
+    assert publish(publisher, "run-0") == (well[1].url, well[2].url)
+    assert "fingerprints ['0123'], sent was" in reasons(pool)[0]
+
+
+@pytest.mark.parametrize("route", ["init", "update", "receive"])
+def test_instance_that_dies_leaves_the_pool_and_the_rest_receive_everything(
+    start_receivers_once, well, make_publisher, route: str
+) -> None:
+    (dying,) = start_receivers_once({"die": route})
+    publisher, pool = make_publisher(well[0], dying, well[2], timeout_s=120.0)
+    begun = time.monotonic()
+    assert publish(publisher, "run-0", 5.0) == (well[0].url, well[2].url)
+    assert time.monotonic() - begun < 60.0, "nobody waits for the timeout"
+    assert "did not answer" in reasons(pool)[1]
+    assert [well[0].sums(), well[2].sums()] == [sums(5.0)] * 2
+    assert publish(publisher, "run-1", 6.0) == (well[0].url, well[2].url)
+
+
+@pytest.mark.parametrize("route", ["init", "update"])
+def test_instance_that_hangs_costs_the_timeout_and_leaves_the_pool(well, make_publisher, route: str) -> None:
+    publisher, pool = make_publisher(*well, timeout_s=3.0)
+    well[2].rescript(hang=route)
+    assert publish(publisher, "run-0", 7.0) == (well[0].url, well[1].url)
+    assert "did not" in reasons(pool)[2]
+    assert [well[0].sums(), well[1].sums()] == [sums(7.0)] * 2
+
+
+def test_instance_that_stops_amid_the_stream_costs_the_timeout(start_receivers_once, well, make_publisher) -> None:
+    (stopped,) = start_receivers_once({})
+    publisher, pool = make_publisher(well[0], stopped, timeout_s=3.0)
+    publish(publisher, "run-0")
+
+    def stop_amid() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        for number, item in enumerate(stream(8.0)):
+            if number == 1 and pool.members[1].state == "ready":
+                stopped.process.send_signal(signal.SIGSTOP)
+            yield item
+
+    assert publisher.publish("run-1", stop_amid).instances == (well[0].url,)
+    assert well[0].sums() == sums(8.0)
+
+
+def test_no_instance_left_is_an_error_that_names_each_reason(well, make_publisher) -> None:
+    publisher, pool = make_publisher(well[0], well[1])
+    well[0].rescript(refuse="update")
+    well[1].rescript(refuse="finish")
+    with pytest.raises(PublishError) as caught:
+        publish(publisher, "run-0")
+    assert "weight version 'run-0' reached no instance" in str(caught.value)
+    assert f"{well[0].url}: instance" in str(caught.value) and "update is refused" in str(caught.value)
+    assert f"{well[1].url}: instance" in str(caught.value) and "finish is refused" in str(caught.value)
+    for instance in well:
+        instance.rescript(**WELL)
+    assert publish(publisher, "run-1", 9.0) == (well[0].url, well[1].url)
+    assert all(member.state == "ready" for member in pool.members)
+
+
+def test_a_publish_whose_groups_break_for_all_goes_on_until_one_holds(well, make_publisher, caplog) -> None:
+    publisher, pool = make_publisher(*well, wait_s=240.0, timeout_s=120.0)
+    for instance in well:
+        instance.rescript(**WELL | {"broken_groups": 3})
+    begun = time.monotonic()
+    served = publish(publisher, "run-0")
+    assert time.monotonic() - begun < 100.0, "a rendezvous that is called off costs no timeout"
+    assert "lost every instance on its way, and tries again" in caplog.text
+    assert {member.url for member in pool.members if member.serves("run-0")} == set(served) != set()
+    for instance in well:
+        instance.rescript(**WELL)
+    assert publish(publisher, "run-1") == tuple(instance.url for instance in well)
+
+
+def test_a_group_that_never_holds_ends_the_publish_with_each_reason(well, make_publisher) -> None:
+    publisher, _ = make_publisher(*well, wait_s=3.0, timeout_s=1.0)
+    for instance in well:
+        instance.rescript(**WELL | {"broken_groups": 1000})
+    with pytest.raises(PublishError, match=r"reached no instance:(\n  .*the connection was reset.*){3}"):
+        publish(publisher, "run-0")
+    for instance in well:
+        instance.rescript(**WELL)
+    assert len(publish(publisher, "run-1")) == 3
+
+
+def test_instance_that_never_recovers_is_given_up(well, make_publisher) -> None:
+    publisher, pool = make_publisher(well[0], well[1])
+    well[1].rescript(refuse="update")
+    for number in range(3):
+        assert publish(publisher, f"run-{number}") == (well[0].url,)
+    before = len(well[1].seen()["calls"])
+    assert publish(publisher, "run-3") == (well[0].url,)
+    assert len(well[1].seen()["calls"]) == before
+    assert pool.members[1].standing.failed_publishes == 3
+
+
+@pytest.mark.parametrize("last", ["form", "wait_formed", "wait_accepted", "send"])
+def test_a_sender_whose_producer_is_lost_amid_a_publish_serves_the_next_one(well, make_publisher, last: str) -> None:
+    """With instances that wait for a group, for the rest of a stream, or to have it compared."""
+    config = PublishSection(timeout_s=10.0)
+    with closing(WeightSender(WeightSource(SPECS, stream), config, "run")) as sender:
+
+        def call(name: str, arguments: list[Any]) -> Any:
+            answer = serve(sender, name, arguments)
+            if name == last:
+                raise ProducerLost("its process has ended")
+            return answer
+
+        lost, _ = make_publisher(*well, through=RemoteSender(call), probes=False)
+        with pytest.raises(ProducerLost):
+            publish(lost, "run-0")
+        sender.leave_group()
+        begun = time.monotonic()
+        other, _ = make_publisher(*well, through=remote(sender), probes=False)
+        assert publish(other, "run-1") == tuple(instance.url for instance in well)
+        assert time.monotonic() - begun < 5.0, "no instance waits for the lost one until its timeout"
+        assert [instance.sums() for instance in well] == [sums()] * 3
+
+
+def test_error_of_the_stream_itself_is_raised_and_the_next_publish_works(well, make_publisher) -> None:
+    publisher, _ = make_publisher(*well)
+
+    def broken() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        yield from list(stream())[:2]
+        raise ValueError("cannot export head.weight")
+
+    with pytest.raises(LeaderFailed, match=r"ValueError: cannot export head\.weight"):
+        publisher.publish("run-0", broken)
+    assert publish(publisher, "run-1", 10.0) == tuple(instance.url for instance in well)
+    assert [instance.sums() for instance in well] == [sums(10.0)] * 3

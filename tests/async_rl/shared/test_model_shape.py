@@ -1,0 +1,228 @@
+"""A config.json is read as transformers reads it, and what cannot be trained is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from async_rl.errors import ConfigError
+from async_rl.shared.model_shape import FAMILIES, Experts, ModelShape
+
+CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "llama": LlamaConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    own = EXPERTS if family == "qwen3_moe" else {}
+    return {**SIZES, **own, "model_type": family, **changes}
+
+
+def read(family: str, **config: Any) -> ModelShape:
+    """As transformers writes it."""
+    return ModelShape.of_config(json.loads(CONFIGS[family](**config).to_json_string()), "here")
+
+
+def num_parameters(config: dict[str, Any]) -> int:
+    """Of transformers' model, without memory for it."""
+    made = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_real_model(family: str, tied: bool) -> None:
+    config = config_of(family, tie_word_embeddings=tied)
+    assert ModelShape.of_config(config, "here").num_parameters == num_parameters(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_leaves_out_is_as_in_transformers(family: str) -> None:
+    config = config_of(family)
+    config.pop("head_dim", None)
+    saved = AutoConfig.for_model(**config).to_dict()
+    assert saved.keys() > {"rms_norm_eps", "rope_parameters", "tie_word_embeddings"} and "rms_norm_eps" not in config
+    assert ModelShape.of_config(config, "here") == ModelShape.of_config(saved, "here")
+
+
+def test_rope_is_read_under_the_names_of_older_releases() -> None:
+    new = config_of("llama", rope_parameters=LLAMA3)
+    old = config_of("llama", rope_theta=5e5, rope_scaling={**LLAMA3, "type": LLAMA3["rope_type"]})
+    del old["rope_scaling"]["rope_type"], old["rope_scaling"]["rope_theta"]
+    shape = ModelShape.of_config(new, "here")
+    assert (shape.rope_factor, shape.rope_theta) == (8.0, 5e5)
+    assert shape == ModelShape.of_config(old, "here")
+    assert shape == ModelShape.of_config(AutoConfig.for_model(**old).to_dict(), "here")
+
+
+def test_a_published_size_needs_nothing_but_its_config() -> None:
+    # Qwen3-8B's config.json, and the number of parameters that its weights' index gives.
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    }
+    assert ModelShape.of_config(config, "here").num_parameters == 8_190_735_360
+
+
+def test_a_token_uses_the_experts_it_is_routed_to() -> None:
+    sizes = ModelShape.of_config(config_of("qwen3_moe"), "here")
+    one_expert = 3 * 32 * 24
+    assert sizes.num_parameters - sizes.num_active_parameters == 3 * (6 - 2) * one_expert
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size = None"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"vocab_size": -1}, "vocab_size = -1"),
+        ({"intermediate_size": "64"}, "intermediate_size = '64'"),
+        ({"num_attention_heads": True}, "num_attention_heads = True"),
+        ({"hidden_size": float("inf")}, "hidden_size = inf"),
+        ({"vocab_size": 10**30}, "vocab_size = 1000"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
+        ({"rope_theta": "1e4"}, "rope_theta = '1e4'"),
+        *(({"rope_scaling": {**LLAMA3, "factor": bad}}, "factor = ") for bad in (10**400, 0, -3, float("nan"))),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
+        ({"rope_theta": float("nan")}, "rope_theta = nan"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2', which the trainer does not support: expected one of"),
+        ({"model_type": None}, "model_type None"),
+        ({"model_type": ["qwen3"]}, "model_type"),
+    ],
+)
+def test_a_damaged_config_is_an_error_that_names_the_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelShape.of_config({**config_of("qwen3"), **changes}, "model.path 'x'")
+    assert message in str(error.value) and "model.path 'x'" in str(error.value)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(sorted(CONFIGS)), st.booleans(), st.data())
+def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObject) -> None:
+    def draw(*choices: float) -> Any:
+        return data.draw(st.sampled_from(choices))
+
+    num_kv_heads = draw(1, 2, 3)
+    num_heads = num_kv_heads * draw(1, 2, 4)
+    head_dim = draw(4, 16, 128)
+    config = {
+        "num_hidden_layers": draw(1, 2, 7),
+        "hidden_size": num_heads * (width := draw(8, 12)),
+        "intermediate_size": draw(48, 96),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "vocab_size": draw(96, 151_936),
+        "rms_norm_eps": draw(1e-5, 1e-6),
+        "tie_word_embeddings": tied,
+        "rope_parameters": {"rope_type": "default", "rope_theta": draw(1e4, 1e6)},
+    }
+    if family != "qwen2":  # which has none
+        config["head_dim"] = head_dim
+    moe = {"num_experts": draw(4, 8), "num_experts_per_tok": draw(2, 3), "moe_intermediate_size": draw(24, 40)}
+    if family == "qwen3_moe":
+        config |= {**moe, "norm_topk_prob": tied}
+    shape = read(family, **config)
+    assert shape == ModelShape(
+        family=family,
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        ffn_size=config["intermediate_size"],
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=width if family == "qwen2" else head_dim,
+        vocab_size=config["vocab_size"],
+        norm_eps=config["rms_norm_eps"],
+        rope_theta=config["rope_parameters"]["rope_theta"],
+        rope_factor=None,
+        tied=tied,
+        experts=Experts(*moe.values(), renormalized=tied) if family == "qwen3_moe" else None,
+    )
+    assert shape.qkv_bias == (family == "qwen2") and shape.qk_norm == family.startswith("qwen3")
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "found", "expected"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'", "'silu'"),
+        ("llama", {"attention_bias": True}, "attention_bias true", "false"),
+        ("llama", {"mlp_bias": True}, "mlp_bias true", "false"),
+        ("qwen3", {"attention_bias": True}, "attention_bias true", "false"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 2},
+            "layer_types with 'sliding_attention'",
+            "'full_attention' in every layer",
+        ),
+        (
+            "qwen2",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type 'linear'",
+            "'default' or 'llama3'",
+        ),
+        ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0", "1.0"),
+        ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor 8.0", "4.0"),
+        (
+            "llama",
+            {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 4096}},
+            "original_max_position_embeddings 4096",
+            "8192",
+        ),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2", "1, experts in every layer"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers [0]", "[], experts in every layer"),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": 1, "norm_topk_prob": True},
+            "num_experts_per_tok 1 with norm_topk_prob true",
+            "norm_topk_prob false",
+        ),
+    ],
+)
+def test_what_the_trainer_lacks_is_refused_by_name(
+    family: str, config: dict[str, Any], found: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(family, **config)
+    said = f"{found} in its config.json, which the trainer does not support: expected {expected}"
+    assert str(refused.value).startswith("here has ") and str(refused.value).endswith(said)

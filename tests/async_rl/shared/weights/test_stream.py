@@ -1,0 +1,149 @@
+"""The weight transport between real processes on gloo: exact bytes, equal fingerprints, bounded waits."""
+
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, Listener
+
+import pytest
+import torch
+import xxhash
+
+from async_rl.errors import ConfigError, PublishError
+from async_rl.shared.weights.collectives import make_group
+from async_rl.shared.weights.store import StoreServer, join_rendezvous
+from async_rl.shared.weights.stream import Fingerprint, TensorSpec, WeightGroup, buckets
+from tests.support import stream_receiver
+from tests.support.stream_receiver import HOST, KEY, SECRET, make_tensors
+
+pytestmark = pytest.mark.distributed
+
+
+class Workers:
+    def __init__(self, number: int, bucket_bytes: int, timeout_s: float = 120.0) -> None:
+        self.world_size = number + 1
+        self.server = StoreServer(HOST, SECRET)
+        self.pipes: list[Connection] = []
+        self.processes = []
+        with Listener(authkey=KEY) as listener:
+            for rank in range(1, self.world_size):
+                numbers = (self.server.port, rank, self.world_size, bucket_bytes, timeout_s)
+                command = [sys.executable, "-m", stream_receiver.__name__, str(listener.address), *map(str, numbers)]
+                self.processes.append(subprocess.Popen(command))
+                self.pipes.append(listener.accept())
+        self.group = WeightGroup(self.server.store(timeout_s), 0, self.world_size, "gloo", timeout_s)
+
+    def tell(self, command: str) -> None:
+        for pipe in self.pipes:
+            pipe.send(command)
+
+    def wait_until_announced(self) -> None:
+        assert not self.group.wait_accepted(120.0)
+
+
+@pytest.mark.parametrize(
+    "bucket_bytes", [100, *(pytest.param(size, marks=pytest.mark.nightly) for size in (1, 1 << 20))]
+)
+def test_two_receivers_get_every_byte_and_the_same_fingerprint(
+    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = []
+    digest = xxhash.xxh3_128_digest
+    monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: (hashed.append(data.nbytes), digest(data))[1])
+    workers = Workers(2, bucket_bytes)
+    workers.tell("receive")
+    workers.wait_until_announced()
+    sent = workers.group.send(make_tensors(), bucket_bytes)
+    assert hashed == [spec.num_bytes for spec, _ in make_tensors()], "once, however many receive them"
+    assert [pipe.recv() for pipe in workers.pipes] == [(True, sent), (True, sent)]
+    workers.group.close()
+
+
+def test_a_stream_that_cannot_be_sent_to_its_end_is_closed() -> None:
+    workers = Workers(1, 1 << 20)
+    workers.tell("die")
+    workers.processes[0].wait()
+    ends = []
+
+    def stream() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        try:
+            while True:
+                yield from make_tensors()
+        finally:
+            ends.append("closed")
+
+    with pytest.raises(PublishError, match="weight broadcast broke") as caught:
+        workers.group.send(stream(), 1)
+    # The traceback still holds the frames, so nothing but `send` itself has closed it.
+    assert caught.tb is not None and ends == ["closed"]
+
+
+def test_a_receiver_that_dies_ends_the_broadcast_in_a_named_error() -> None:
+    workers = Workers(1, 1 << 20)
+    workers.tell("die")
+    workers.processes[0].wait()
+    assert workers.group.wait_accepted(0.0) == [1]
+    with pytest.raises(PublishError, match="weight broadcast broke"):
+        for _ in range(3):
+            workers.group.send(make_tensors(), 1 << 20)
+
+
+def test_a_receiver_that_never_joins_ends_the_rendezvous_in_a_named_error() -> None:
+    store = StoreServer(HOST, SECRET).store(0.5)
+    with pytest.raises(PublishError, match=r"not all 2 members of the weight group met within 0\.5 s"):
+        WeightGroup(store, 0, 2, "gloo", 0.5)
+
+
+def test_a_missing_sender_ends_the_rendezvous_in_a_named_error() -> None:
+    with pytest.raises(PublishError, match=r"no weight store at 127\.0\.0\.1:1 .*publish\.master_address"):
+        join_rendezvous(HOST, 1, SECRET, timeout_s=0.5)
+
+
+def test_buckets_hold_at_most_their_size_except_single_large_tensors() -> None:
+    specs = [TensorSpec(str(i), "float32", (n,)) for i, n in enumerate((1, 1, 3, 2, 9, 1))]
+    cut = [[spec.name for spec in bucket] for bucket in buckets(specs, 16)]
+    assert cut == [["0", "1"], ["2"], ["3"], ["4"], ["5"]]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda s, t: (TensorSpec("z", s.dtype_name, s.shape), t),
+        lambda s, t: (s, t + 1e-3),
+        lambda s, t: (TensorSpec(s.name, s.dtype_name, (3, 7)), t),
+    ],
+)
+def test_the_fingerprint_sees_names_values_and_shapes(changed) -> None:  # type: ignore[no-untyped-def]
+    spec, tensor = make_tensors()[0]
+    first, second = Fingerprint(), Fingerprint()
+    first.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
+    new_spec, new_tensor = changed(spec, tensor)
+    second.add(new_spec, new_tensor.contiguous().view(-1).view(torch.uint8))
+    assert first.hexdigest() != second.hexdigest()
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ConfigError, match="'float31', which torch does not know"):
+        _ = TensorSpec("a", "float31", (1,)).dtype
+
+
+def test_an_accelerators_group_is_made_from_its_own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HCCL's group takes (store, rank, size, options) and its options a timeout, as torch_npu documents."""
+
+    class FakeHccl:
+        class Options:
+            _timeout = timedelta()
+
+        def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
+            self.made_with = (store, rank, size, options._timeout)
+
+    module = types.ModuleType("torch_npu._C._distributed_c10d")
+    module.ProcessGroupHCCL = FakeHccl  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    server = StoreServer(HOST, SECRET)
+    store = server.store(5.0)
+    group = make_group(store, 1, 3, "hccl", timedelta(seconds=5))
+    assert group.made_with == (store, 1, 3, timedelta(seconds=5))
+    server.close()
