@@ -17,7 +17,7 @@ from deploy.doctor import host
 from deploy.local import check
 from deploy.local.machine_memory import HostMemory
 from deploy.local.memory_fit import GIB
-from tests.support.published_models import CONFIGS
+from tests.support.published_models import CONFIGS, WEIGHTS
 
 CONFIG = """
 [run]
@@ -134,8 +134,8 @@ class Ground:
         (path / "model").mkdir()
         model = {**CONFIGS["Qwen/Qwen3-0.6B"], "max_position_embeddings": 128}
         (path / "model" / "config.json").write_text(json.dumps(model))
-        for name in ("tokenizer_config.json", "model.safetensors"):
-            (path / "model" / name).write_text("{}")
+        (path / "model" / "tokenizer_config.json").write_text("{}")
+        (path / "model" / "model.safetensors").write_bytes(WEIGHTS)
         (path / "inference_service.py").write_text(INSTANCE)
         (path / "trainer.py").write_text(TRAINER)
 
