@@ -15,6 +15,7 @@ from async_rl.config.algorithm_section import SHAPING, WHOLE_REWARD, AlgorithmSe
 from async_rl.config.algorithm_traits import GDPOOptions
 from async_rl.config.cluster_section import ClusterSection
 from async_rl.config.evaluation_section import EvaluationSection
+from async_rl.config.keys import as_toml
 from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
@@ -367,7 +368,9 @@ class Config(Section):
                 value = getattr(section, key)
                 if value != default.get_default(call_default_factory=True):
                     name = f"{need.section}.{key}"
-                    faults.append(f"{name} is {value!r} and has no effect here: set {need.remedy}, or remove {name}")
+                    faults.append(
+                        f"{name} is {as_toml(value)} and has no effect here: set {need.remedy}, or remove {name}"
+                    )
         if faults:
             raise ValueError("\n".join(faults))
         return self

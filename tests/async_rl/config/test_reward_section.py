@@ -74,7 +74,7 @@ def of(name: str, **options: object) -> str:
         ('[[reward.parts]]\nname="math"\n[[reward.parts]]\nname="math"', r"\[\[reward\.parts\]\] are called 'math'"),
         (
             '[reward]\nname="math"\ncolumn="r"',
-            r"reward\.column is 'r' and has no effect here: set \[\[reward\.parts\]\]",
+            r"reward\.column is \"r\" and has no effect here: set \[\[reward\.parts\]\]",
         ),
         ('[[reward.parts]]\nname="math"\nweigth=2', r"unknown key 'reward\.parts\.0\.weigth'.*mean 'weight'"),
         ("[[reward.parts]]\nweight=2", r"missing key 'reward\.parts\.0\.name'"),

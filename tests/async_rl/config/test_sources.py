@@ -142,7 +142,7 @@ def test_errors_of_a_config_quote_no_secret(tmp_path: Path) -> None:
     said = str(caught.value)
     assert "hidden" not in said and "run.api_key" in said and "cluster.env.API_KEY" in said
     path.write_text(path.read_text().replace("me:hidden@", "").partition("[cluster.env]")[0])
-    with pytest.raises(ConfigError, match=r"'--api-key', '\*\*\*', '--token=\*\*\*'") as caught:
+    with pytest.raises(ConfigError, match=r'"--api-key", "\*\*\*", "--token=\*\*\*"') as caught:
         load_config(path)
     assert "hidden" not in str(caught.value)
 

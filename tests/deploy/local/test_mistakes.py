@@ -210,7 +210,7 @@ MISTAKES = {
     ),
     "options of vLLM for the embedded engine": Mistake(
         ("--inference.engine_options", '["--seed=3"]'),
-        says=("inference.engine_options is ('--seed=3',) and has no effect here", "inference.engine to 'vllm'"),
+        says=("inference.engine_options is [\"--seed=3\"] and has no effect here: set inference.engine to 'vllm'",),
     ),
     "workers of the embedded engine": Mistake(
         ("--inference.tensor_parallel", "2"), says=("inference.tensor_parallel is 2", "inference.engine to 'vllm'")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from async_rl.checks.preflight import find_faults
 from async_rl.checks.preflight.model import ModelFiles, require_other_models
 from async_rl.config.file import parse_config
 from async_rl.errors import ConfigError
@@ -71,3 +72,17 @@ def test_a_critic_that_cannot_read_the_policys_tokens_is_named_by_its_setting(tm
     tree = minimal_tree() | {"algorithm": {"name": "ppo", "options": {"critic_path": str(other)}}}
     with pytest.raises(ConfigError, match=r"critic_path .*/c' has a vocabulary of 128 tokens, .* reads the policy's"):
         require_other_models(parse_config(tree, "here"), ModelFiles.find(str(policy)), 1)
+
+
+def test_ranks_that_are_started_by_hand_are_compared_with_model_and_batch(tmp_path: Path) -> None:
+    tree = minimal_tree() | {"model": {"path": str(checkpoint(tmp_path / "p"))}}
+    config = parse_config(tree, "here")
+
+    def said(num_ranks: int) -> str:
+        return "\n".join(
+            str(each.error) for each in find_faults(config, trains=True, serves=False, num_ranks=num_ranks)
+        )
+
+    assert "there are 5 replicas" in said(5) and "replicas" not in said(4)
+    config = parse_config(tree | {"trainer": {"tensor_parallel": 2}}, "here")
+    assert said(3).count("3 training ranks (trainer.num_processes) cannot form replicas") == 1
