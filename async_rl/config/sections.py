@@ -100,22 +100,7 @@ NEEDS = (
     _Need(
         "prompts", "curriculum_order", lambda c: c.prompts.curriculum_iterations > 0, "prompts.curriculum_iterations"
     ),
-    _Need(
-        "rollout",
-        "max_turns max_context_tokens renderer timeout_s truncated_reward max_attempts max_concurrent "
-        "max_concurrent_per_environment num_workers gateway_host",
-        lambda c: c.rollout.program != SINGLE_TURN,
-        "rollout.program to a program",
-    ),
-    _Need(
-        "reward",
-        "timeout_s num_workers max_concurrency max_attempts options",
-        lambda c: c.reward.is_given,
-        "reward.name or [[reward.parts]]",
-    ),
     _Need("reward", "column", lambda c: bool(c.reward.parts), "[[reward.parts]], which its rows name"),
-    _Need("algorithm", "kl_estimator kl_in", lambda c: c.algorithm.kl_coef > 0, "algorithm.kl_coef"),
-    _Need("algorithm", "importance_high", lambda c: c.algorithm.importance != "none", "algorithm.importance"),
     _Need("algorithm", "teacher_coef", lambda c: c.algorithm.teacher is not None, "algorithm.teacher"),
     _Need(
         "inference",
@@ -124,8 +109,8 @@ NEEDS = (
         "inference.engine to 'vllm'",
     ),
 )
-"""What would be left without an effect otherwise, silently. A switch that is off keeps its settings: `evaluation.every`
-without sets, `checkpoint.keep` without checkpoints."""
+"""What would be left without an effect otherwise, silently. A switch that is off keeps its settings, so that one
+override is enough to compare with and without: `algorithm.kl_coef` = 0, no reward, `evaluation.every` without sets."""
 
 
 class Config(Section):

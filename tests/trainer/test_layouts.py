@@ -6,10 +6,8 @@ A cover of each kind and value of two ranks runs by default, one of all pairs an
 """
 
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.method.types import Group
 from async_rl.shared.model_shape import Experts, ModelShape
-from tests.support.trainer import layout_worker
 from tests.support.trainer.bf16_bound import bound, roundings
 from tests.support.trainer.layout_comparison import OneRank, compare, shares_of_bound
 from tests.support.trainer.layout_matrix import (
@@ -38,7 +35,6 @@ from tests.support.trainer.layout_matrix import (
     placements,
     with_frozen_models,
 )
-from tests.support.trainer.layout_worker import Job
 from trainer.batching.group_slice import slices_of, split_slice
 from trainer.parallel import Parallel
 
@@ -119,18 +115,6 @@ def test_pairwise_cover_holds_every_kind_and_pair_of_the_matrix(cover: list[Case
 
 def pairs(some: Iterable[Case]) -> set[Any]:
     return {pair for case in some for pair in combinations(sorted(case.factors.items()), 2)}
-
-
-@pytest.mark.parametrize(
-    ("family", "section"), [("qwen3", {"sequence_parallel": True}), ("qwen3_moe", {"tensor_parallel": 2})]
-)
-def test_the_trainer_refuses_a_layout_before_it_loads_weights(
-    family: str, section: dict[str, Any], tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
-) -> None:
-    shutil.copy(tiny_model(family) / "config.json", tmp_path)
-    parallel = replace(parallel, num_ranks=section.get("tensor_parallel", 1))
-    with pytest.raises(ConfigError, match=r"trainer\.\w+_parallel = .* needs trainer\.\w+_parallel"):
-        layout_worker.make_trainer(Job("", str(tmp_path), [], {}), parallel, TrainerSection(**section))
 
 
 @pytest.fixture(scope="session")

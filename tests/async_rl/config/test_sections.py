@@ -212,22 +212,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
         "--prompts.curriculum_iterations=1",
         "--prompts.columns.difficulty=d",
     ),
-    **{
-        f"rollout.{key}": ("--rollout.program=python:x.py:play",)
-        for key in (
-            *("max_turns=3", "max_context_tokens=2000", "renderer=template", "timeout_s=3", "truncated_reward=1"),
-            *("max_attempts=1", "max_concurrent=9", "max_concurrent_per_environment=9", "num_workers=2"),
-            "gateway_host=0.0.0.0",
-        )
-    },
-    **{
-        f"reward.{key}": ("--reward.name=code",)
-        for key in ("timeout_s=300", "num_workers=2", "max_concurrency=2", "max_attempts=2", "options.test_timeout_s=1")
-    },
     "reward.column=which": ('--reward.parts=[{name = "math"}]',),
-    "algorithm.kl_estimator=k1": ("--algorithm.kl_coef=0.1",),
-    "algorithm.kl_in=reward": ("--algorithm.kl_coef=0.1",),
-    "algorithm.importance_high=3": ("--algorithm.importance=token_mask",),
     "algorithm.teacher_coef=2": ("--algorithm.teacher=t",),
     "inference.tensor_parallel=2": ("--inference.engine=vllm",),
     'inference.engine_options=["--x"]': ("--inference.engine=vllm",),
@@ -251,3 +236,15 @@ def test_a_setting_without_an_effect_is_refused_with_what_it_needs(config_file: 
     with pytest.raises(ConfigError, match=rf"{name} is .* and has no effect here: set .*, or remove {name}"):
         load_config(config_file, [*alone, f"--{word}"])
     load_config(config_file, [f"--{word}", *WITHOUT_EFFECT[word]])
+
+
+def test_a_switch_that_is_off_keeps_its_settings(config_file: Path) -> None:
+    off = (
+        "--reward.timeout_s=120",
+        "--algorithm.kl_coef=0",
+        "--algorithm.kl_estimator=k1",
+        "--rollout.renderer=template",
+    )
+    load_config(config_file, [*off, "--evaluation.every=5", "--checkpoint.keep=1", "--algorithm.importance_high=3"])
+    config_file.write_text(MINIMAL.replace('[reward]\nname = "math"\n', ""))
+    load_config(config_file, ["--reward.timeout_s=120", "--rollout.program=python:x.py:play"])

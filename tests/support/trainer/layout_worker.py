@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -82,16 +83,16 @@ def _deal(number: int, group: Group, num_replicas: int) -> int:
 
 def make_trainer(job: Job, parallel: Parallel, section: TrainerSection) -> MegatronTrainer:
     # Adam divides a gradient by its own size: without a larger eps, rounding decides the steps of tiny gradients.
-    optimizer.EPS = job.eps
-    return MegatronTrainer(
-        parallel,
-        section,
-        ModelSection(path=job.checkpoint, dtype=job.dtype),
-        RolloutSection(),
-        AlgorithmSection(**{"kl_coef": 0.1, **job.algorithm}),
-        OptimizerSection(**{"learning_rate": LEARNING_RATE, **job.optimizer}),
-        TrainSection(iterations=10, **job.train),
-    )
+    with patch.object(optimizer, "EPS", job.eps):
+        return MegatronTrainer(
+            parallel,
+            section,
+            ModelSection(path=job.checkpoint, dtype=job.dtype),
+            RolloutSection(),
+            AlgorithmSection(**{"kl_coef": 0.1, **job.algorithm}),
+            OptimizerSection(**{"learning_rate": LEARNING_RATE, **job.optimizer}),
+            TrainSection(iterations=10, **job.train),
+        )
 
 
 def main(jobs_file: Path, out: Path) -> None:
