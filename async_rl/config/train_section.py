@@ -54,7 +54,8 @@ class TrainSection(Section):
         "periodic", description="train from the first finished group on, or only after the last (the baseline)"
     )
     order: Literal["completion", "prompt"] = Field(
-        "completion", description="train groups as they finish, or by index in the batch (repeatable, with exact bit for bit)"
+        "completion",
+        description="train groups as they finish, or by index in the batch (repeatable, with exact bit for bit)",
     )
     logprob_noise: float | None = Field(
         None,

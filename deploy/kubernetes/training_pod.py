@@ -2,7 +2,10 @@
 
 torchrun exits with 1 whatever its ranks exited with. Kubernetes decides by the exit code whether to start the pods
 again, so this program starts torchrun, when there is an instance, and exits with the code that the ranks' error stands
-for. It records its pod for `async-rl status`; the first pod also records the launch, and counts restarts.
+for. It records its pod for `async-rl status`; the first pod also records the launch, and counts restarts, in a file of
+the run. JobSet makes all training pods anew when any of them has failed, and numbers these attempts; it sets no limit
+itself (`RestartJobSetAndIgnoreMaxRestarts`). So a process, a pod and a node that are lost count alike, and the limit
+has the meaning that `cluster.max_restarts` has everywhere: restarts without progress.
 
 Exit codes: 0 trained to the end, 75 a fault that may pass with a restart, 2 bad input, 4 a fault that no restart mends,
 or too many restarts, 5 fenced: another trainer has taken over the run, 143 ended by SIGTERM; Kubernetes starts the pods
@@ -12,25 +15,103 @@ again after 75, 137 and 143.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from async_rl import errors
-from async_rl.errors import AsyncRLError, ConfigError, Fenced, RestartsExhausted, RunStopped, WriteFailed
-from async_rl.shared.files import named_write_errors
+from async_rl.errors import AsyncRLError, ConfigError, Fenced, NoAnswer, RestartsExhausted, RunStopped, WriteFailed
+from async_rl.shared.files import named_write_errors, write_file
+from async_rl.shared.net.http_client import HttpClient, http_url
 from async_rl.shared.programs.command_line import Parser
 from async_rl.shared.programs.failure_report import TORCHRUN_VARIABLE
+from async_rl.shared.protocol.routes import HEALTH
 from deploy.cluster.restarts import BAD_INPUT, DONE, FENCED, LASTING, TOLD, Restarts, num_trained
 from deploy.cluster.tasks import Task, read_launch, read_task, write_launch, write_task
-from deploy.kubernetes.first_instance import wait_for_instance
-from deploy.kubernetes.restart_count import count_attempt
+
+FILE: Final = Path("kubernetes", "restarts.json")
+
+
+def count_attempt(run_dir: Path, attempt: int, restarts: Restarts, num_trained: int, cause: str | None) -> float:
+    """The seconds to wait before an attempt to train; 0 for the first one.
+
+    Args:
+        run_dir: exists.
+        attempt: how often JobSet has started the pods again. A pod that was evicted comes back in the same attempt.
+        restarts: the limit; receives the counts.
+        num_trained: proven iterations so far.
+        cause: of the last loss, where it is known.
+
+    Raises:
+        RestartsExhausted: the pods were lost too often without progress.
+        WriteFailed: the count cannot be kept.
+    """
+    file = run_dir / FILE
+    known = json.loads(file.read_text()) if file.exists() else {"attempt": 0}
+    # JobSet counts from 0 again when the run is launched again.
+    if known["attempt"] > attempt or attempt == 0:
+        known = {"attempt": 0}
+    for name in ("total", "without_progress", "most_trained"):
+        setattr(restarts, name, known.get(name, 0))
+    restarts.note_progress(num_trained)
+    delay_s = 0.0
+    for _ in range(attempt - known["attempt"]):
+        next_s = restarts.next_delay_s()
+        if next_s is None:
+            raise RestartsExhausted(
+                f"the training pods were lost after {restarts.limit} restarts without another iteration in between "
+                f"(cluster.max_restarts = {restarts.limit}); the last time: {cause or 'a pod or its node was lost'}"
+            )
+        delay_s = next_s
+    counts = {name: value for name, value in asdict(restarts).items() if name not in ("limit", "first_delay_s")}
+    file.parent.mkdir(exist_ok=True)
+    write_file(file, json.dumps({"attempt": attempt, **counts}) + "\n")
+    return delay_s
+
+
+TIMEOUT_S: Final = 1800.0
+"""Afterwards the trainer may say what is missing."""
+
+POLL_S: Final = 2.0
+
+
+def wait_for_instance(service: str, told: threading.Event) -> None:
+    """Waits until an instance behind a headless service is healthy, for `TIMEOUT_S` at most, or until `told` is set.
+
+    Args:
+        service: the URL of the service, whose name leads to all instances.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(map(_is_healthy, _instances(service))) and time.monotonic() < deadline:
+        if told.wait(POLL_S):
+            return
+
+
+def _instances(service: str) -> list[str]:
+    """The URLs of the instances that have a pod."""
+    name = urlsplit(service)
+    try:
+        found = socket.getaddrinfo(name.hostname, name.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [http_url(str(address[0]), int(address[1])) for *_, address in found]
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        return HttpClient(url, POLL_S).get(HEALTH).is_success
+    except NoAnswer:
+        return False
+
 
 MAY_PASS: Final = os.EX_TEMPFAIL
 """75, which nothing else exits with: JobSet has no limit, so Kubernetes must not start again what never came so far as

@@ -16,19 +16,22 @@ training job in the queue.
 Exit codes: 0 done, 1 failed, 2 bad input, 130 and 143 ended by SIGINT and SIGTERM.
 """
 
+import json
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
+from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed, RestartsExhausted
+from async_rl.shared.files import write_file
 from async_rl.shared.programs.command_line import Parser
 from deploy.cluster.fleet import num_trained_with
 from deploy.cluster.kept_process import ENDED, KeptProcess
@@ -36,10 +39,102 @@ from deploy.cluster.process import Process, Running, log_path, start_process
 from deploy.cluster.restarts import Restarts, num_trained
 from deploy.cluster.stopping import explain_end
 from deploy.cluster.tasks import Task, read_launch, write_task
-from deploy.slurm.commands import SlurmFailed, cancel, end_steps, requeue
+from deploy.slurm.commands import SlurmFailed, cancel, end_steps, own_jobs, requeue
 from deploy.slurm.files import folder_of
-from deploy.slurm.job import Job, TrainingJob
-from deploy.slurm.memory import Memory
+
+
+class Memory:
+    """Restarts of one task, across the starts of its job.
+
+    Args:
+        name: of the task.
+        job: the job's id; what another job has written does not count.
+        num_requeues: how often Slurm has started this job again.
+    """
+
+    def __init__(self, run_dir: Path, name: str, job: str, num_requeues: int) -> None:
+        self._file = folder_of(run_dir) / f"{name}.restarts.json"
+        self._name, self._job, self._num_requeues = name, job, num_requeues
+
+    def recall(self, restarts: Restarts, num_trained: int) -> None:
+        """Takes over the counts of the job's earlier start, and counts its loss unless the task has `settled` it.
+
+        Raises:
+            RestartsExhausted: the job was lost too often without progress.
+        """
+        if not self._file.exists():
+            return
+        known = json.loads(self._file.read_text())
+        if known["job"] != self._job:
+            return
+        restarts.total, restarts.without_progress = known["total"], known["without_progress"]
+        restarts.most_trained = known["most_trained"]
+        restarts.note_progress(num_trained)
+        was_lost = self._num_requeues > known["num_requeues"] and not known["settled"]
+        if was_lost and restarts.next_delay_s() is None:
+            raise RestartsExhausted(
+                f"Slurm has started job {self._job} of {self._name} again {self._num_requeues} times, the last "
+                f"{restarts.limit + 1} without another iteration in between (cluster.max_restarts = {restarts.limit}); "
+                f"`sacct --duplicates --jobs={self._job}` has the nodes that were lost"
+            )
+
+    def keep(self, restarts: Restarts, *, settled: bool) -> None:
+        """Writes the counts; `settled`: the next start of the job, if there is one, is no further loss.
+
+        Raises:
+            WriteFailed: the old counts stay.
+        """
+        counts = {name: value for name, value in asdict(restarts).items() if name not in ("limit", "first_delay_s")}
+        content = {"job": self._job, "num_requeues": self._num_requeues, "settled": settled, **counts}
+        write_file(self._file, json.dumps(content) + "\n")
+
+
+CHECK_S: Final = 30.0
+"""Between two looks of an instance's task at the queue: all tasks of an array ask the same controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """
+    Attributes:
+        num_requeues: how often Slurm has started the job again.
+        array: the id of its array; None for a job that is in none.
+    """
+
+    id: str
+    num_requeues: int
+    num_nodes: int
+    array: str | None
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "Job":
+        return cls(
+            id=environment["SLURM_JOB_ID"],
+            num_requeues=int(environment.get("SLURM_RESTART_COUNT", "0")),
+            num_nodes=int(environment.get("SLURM_JOB_NUM_NODES", "1")),
+            array=environment.get("SLURM_ARRAY_JOB_ID"),
+        )
+
+
+class TrainingJob:
+    """Whether the training job of a run is over, from Slurm's queue; the first look is at once."""
+
+    def __init__(self, job: str) -> None:
+        self.id = job
+        self._next_look_s = 0.0
+
+    def is_over(self) -> bool:
+        """True where the queue has no such job any more; one that waits there, as after a requeue, is not over."""
+        if time.monotonic() < self._next_look_s:
+            return False
+        try:
+            return all(job.id != self.id for job in own_jobs())
+        except SlurmFailed:
+            # A controller that does not answer says nothing.
+            return False
+        finally:
+            self._next_look_s = time.monotonic() + CHECK_S
+
 
 POLL_S: Final = 0.5
 TOLD: Final = 128 + signal.SIGTERM

@@ -24,8 +24,7 @@ from deploy.local.machine import this_machine
 from deploy.local.plan import num_ports, plan
 from deploy.local.processes import Deployment
 from deploy.local.startable import require_startable
-from deploy.verify.findings import all_hold
-from deploy.verify.report import show, write_report
+from deploy.verify.findings import all_hold, show, write_report
 from deploy.verify.stages import INSTANCES, Stages
 from deploy.verify.verification import Scope, Verification
 

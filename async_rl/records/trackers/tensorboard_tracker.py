@@ -1,9 +1,58 @@
 """TensorBoard: event files in `run.dir/tensorboard`, those of evaluations in a directory of their own."""
 
-from collections.abc import Sequence
+import itertools
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from async_rl.records.tensorboard import ScalarFile
 from async_rl.records.trackers.tracker import EVALUATION, Figures, Row, TrackedRun
+from async_rl.shared.files import named_write_errors
+
+FORMAT = "brain.Event:2"
+
+_numbers = itertools.count()
+
+
+class ScalarFile:
+    """Figures by step in a new event file of `directory`.
+
+    With `first_step`, TensorBoard ignores steps from `first_step` on in the files of an interrupted run.
+
+    Raises:
+        WriteFailed: the file cannot be made; of `write` and `close`: it cannot be written.
+    """
+
+    def __init__(self, directory: Path, first_step: int) -> None:
+        # Imported here: the package can be imported without TensorBoard, and only training writes such a file.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        name = f"events.out.tfevents.{int(time.time()):010}.{platform.node()}.{os.getpid()}.{next(_numbers)}"
+        self._path = directory / name
+        with named_write_errors(self._path):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._writer = RecordWriter(self._path.open("wb"))
+            self._append(file_version=FORMAT)
+            self._append(step=first_step, session_log=SessionLog(status=SessionLog.START))
+            self._writer.flush()
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        with named_write_errors(self._path):
+            self._append(step=step, summary=self._summary(value=values))
+            self._writer.flush()
+
+    def close(self) -> None:
+        with named_write_errors(self._path):
+            self._writer.close()
+
+    def _append(self, **content: Any) -> None:
+        self._writer.write(self._event(wall_time=time.time(), **content).SerializeToString())
 
 
 class TensorBoardTracker:

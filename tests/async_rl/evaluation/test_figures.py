@@ -3,7 +3,7 @@ from statistics import fmean
 
 import pytest
 
-from async_rl.evaluation.figures import ScoredPrompt, figures_of, intervals_of
+from async_rl.evaluation.evaluator import ScoredPrompt, figures_of, intervals_of
 from async_rl.evaluation.intervals import mean_interval, share_interval
 from async_rl.method.types import Scores
 from async_rl.records.pass_at_k import ks_of, pass_at_k

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.evaluation.figures import pass_at_k
+from async_rl.evaluation.evaluator import pass_at_k
 from async_rl.evaluation.intervals import mean_interval, share_interval, t_quantile
 
 

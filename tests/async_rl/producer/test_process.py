@@ -34,7 +34,7 @@ def test_it_loads_a_tokenizer_and_writes_figures_without_torch(tiny_model: Calla
         "import sys\n"
         "import async_rl.producer.program\n"
         "from async_rl.rollouts.tokenizer import load_tokenizer\n"
-        "from async_rl.records.tensorboard import ScalarFile\n"
+        "from async_rl.records.trackers.tensorboard_tracker import ScalarFile\n"
         "from pathlib import Path\n"
         f"tokenizer, _ = load_tokenizer('tiny', {str(tiny_model())!r})\n"
         "assert tokenizer.decode(tokenizer.encode('w1', add_special_tokens=False))\n"

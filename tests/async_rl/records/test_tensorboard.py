@@ -9,7 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from async_rl.errors import WriteFailed
-from async_rl.records.tensorboard import ScalarFile
+from async_rl.records.trackers.tensorboard_tracker import ScalarFile
 from tests.support import ROOT
 from tests.support.full_disk import largest_file
 

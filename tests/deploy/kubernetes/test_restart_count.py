@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.errors import RestartsExhausted
 from deploy.cluster.restarts import Restarts
-from deploy.kubernetes.restart_count import FILE, count_attempt
+from deploy.kubernetes.training_pod import FILE, count_attempt
 
 
 def attempt(run_dir: Path, number: int, *, trained: int = 0, limit: int = 2, cause: str | None = None) -> float:

@@ -15,10 +15,8 @@ from transformers import AutoConfig, AutoTokenizer
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError
 from deploy.quickstart.kind import KINDS
-from deploy.quickstart.smollm2.checkpoint import PACKAGE, require_known
 from deploy.quickstart.smollm2.reward import right_number
-from deploy.quickstart.smollm2.task import NUM_HELD_OUT, make_splits
-from deploy.quickstart.smollm2.warm_start import examples
+from deploy.quickstart.smollm2.warm_start import NUM_HELD_OUT, PACKAGE, examples, make_splits, require_known
 
 KIND = KINDS["smollm2"]
 

@@ -5,7 +5,7 @@ import pytest
 from async_rl.errors import RestartsExhausted
 from deploy.cluster.restarts import Restarts
 from deploy.slurm.files import folder_of
-from deploy.slurm.memory import Memory
+from deploy.slurm.task import Memory
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from async_rl.shared.protocol import token_frames
 from async_rl.shared.protocol.inference import SamplingParams
+from inference_service.api.generation_routes import completion_chunks, generate_chunks
 from inference_service.api.requests import CompletionRequest
-from inference_service.api.stream_chunks import completion_chunks, generate_chunks
 from inference_service.engine_interface import Choice, OutOfService, Sample
 
 Events = Sequence[dict[int, Choice]]

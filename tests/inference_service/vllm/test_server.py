@@ -162,7 +162,9 @@ def test_what_a_killed_vllm_leaves_is_removed_by_the_next_start_and_its_own_at_i
     wait_until(lambda: started.exists() and any(place.glob(f"{PREFIX}*/{SEGMENTS_FILE}")))
     segment = Path("/dev/shm") / started.with_suffix(".segment").read_text()
     family = psutil.Process(first.pid).children(recursive=True)
-    # The server before its supervisor, whose end would let it end in order; and what would remove its segments.
+    # At once, as none may see the end of another: the server would end in order, and the tracker remove its segments.
+    for process in family:
+        process.suspend()
     for process in family:
         process.kill()
     first.kill()

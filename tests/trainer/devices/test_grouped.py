@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.support.devices.fake_torch_npu import FakeTorchNPU
-from trainer.devices import grouped
-from trainer.devices.grouped import HAS_GROUPED_MM, grouped_linear, takes_grouped_mm
+from trainer.devices import layer_ops
+from trainer.devices.layer_ops import HAS_GROUPED_MM, grouped_linear, takes_grouped_mm
 from trainer.devices.npu_ops import NPUOps
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -21,7 +21,7 @@ def npu(*inputs: torch.Tensor) -> torch.Tensor:
 
 
 def one_by_one(*inputs: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = grouped._OneByOne.apply(*inputs)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = layer_ops._OneByOne.apply(*inputs)  # type: ignore[no-untyped-call]
     return out
 
 

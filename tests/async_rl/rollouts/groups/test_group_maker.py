@@ -14,7 +14,7 @@ from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import RolloutFailed
-from async_rl.evaluation.figures import ScoredPrompt
+from async_rl.evaluation.evaluator import ScoredPrompt
 from async_rl.method.seeds import RESPONSE_BITS, evaluation_seed
 from async_rl.method.types import Prompt, Response, Scores
 from async_rl.rollouts.agents.program import ProgramFailed, ProgramPrompt, RolloutResult

@@ -9,7 +9,7 @@ import pytest
 from async_rl.config.reward_section import RewardSection
 from async_rl.method.types import Prompt
 from async_rl.rollouts.rewards.function import load_function
-from async_rl.rollouts.rewards.task_answers import FORMULAS, LITERALS, is_formula
+from async_rl.rollouts.rewards.reasoning_gym import FORMULAS, LITERALS, is_formula
 from tests.support.groups import text_responses
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
