@@ -13,6 +13,7 @@ AsyncRLError
 │   │   └── InstanceStalled         it accepted a request, and generates no tokens
 │   ├── InstanceTooSlow             it did not finish a request in time, but it generates tokens
 │   ├── InstanceRefused             it responded with an error status
+│   │   ├── RequestInvalid          400, 413 or 422: no instance would take this request
 │   │   └── NeedsWeights            it runs, but its last weight update is incomplete: a complete one restores service
 │   ├── WeightGroupBroken           the group that its weights are sent through was not formed, or broke
 │   ├── BrokenAnswer                its response is no valid sample of the request
@@ -103,6 +104,12 @@ class InstanceRefused(InstanceError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class RequestInvalid(InstanceRefused):
+    """The instance responded with 400, 413 or 422: the request itself is at fault, so no other instance is tried."""
+
+    may_pass = False
 
 
 class NeedsWeights(InstanceRefused):

@@ -23,7 +23,7 @@ from async_rl.producer.client import Control, RemoteRecorder, RemoteRollouts
 from async_rl.producer.process import ProducerAddress, ProducerProcess
 from async_rl.records.notices import recorded_notices
 from async_rl.records.recorder import Recorder
-from async_rl.records.records import CONFIG, cut_run_records, holds_another_run, require_no_records
+from async_rl.records.records import CONFIG, cut_run_records, holds_another_run, require_no_records, require_proofs
 from async_rl.rollouts.data.prompts import PromptSource
 from async_rl.rollouts.publish.remote_sender import serve
 from async_rl.shared.files import write_file
@@ -203,6 +203,7 @@ def _open_saving(
     if parallel.is_main:
         write_file(config.run.dir / CONFIG, json.dumps(masked("", counted.model_dump(mode="json")), indent=1) + "\n")
         num_cut = cut_run_records(config.run.dir, saving.first_iteration)
+        require_proofs(config.run.dir, saving.first_iteration, accept=config.run.accept_changes)
         log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)
     return saving
 

@@ -15,7 +15,7 @@ class EvaluationSet(Section):
     columns: Columns | None = Field(None, description="as those of prompts, which are the default")
     num_samples: int = Field(1, ge=1, le=1024, description="k: rollouts per prompt, for pass@1 and pass@k")
     max_prompts: int | None = Field(None, ge=1, description="take the first so many rows only")
-    temperature: float = Field(1.0, ge=0.0, description="of sampling; 0 takes the most likely tokens")
+    temperature: float = Field(1.0, ge=0.0, le=1e6, description="of sampling; 0 takes the most likely tokens")
     top_p: float = Field(
         1.0, gt=0.0, le=1.0, description="sample from the likeliest tokens whose probabilities add up to it; 1 for all"
     )

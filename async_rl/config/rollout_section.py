@@ -21,7 +21,9 @@ class RolloutSection(Section):
         description="a response ends here, with finish reason `length`; of a program's rollout all turns together",
     )
     # Logits that are divided by much less are no finite numbers any more.
-    temperature: float = Field(1.0, ge=1e-6, description="of sampling; the trainer divides its logits by it too")
+    temperature: float = Field(
+        1.0, ge=1e-6, le=1e6, description="of sampling; the trainer divides its logits by it too"
+    )
     stop_token_ids: tuple[int, ...] = Field((), description="end a response, besides the model's own end of sequence")
     stop: tuple[StopText, ...] = Field(
         (),

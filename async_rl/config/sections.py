@@ -31,7 +31,8 @@ class RunSection(Section):
     resume: bool = Field(False, description="go on from the newest checkpoint in run.dir, or start where there is none")
     accept_changes: bool = Field(
         False,
-        description="go on though settings, prompts or reward differ from the checkpoint's; the log names them",
+        description="go on though settings, prompts or reward differ from the checkpoint's, or proofs are missing; the "
+        "log names them",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of prompts and every sampling seed")
     placement: Literal["separate", "shared"] = Field(

@@ -1,13 +1,18 @@
 """The records of a run that resumes from a checkpoint: lines of JSON, each of one iteration; for `trainer.session`."""
 
 import json
+import logging
 from pathlib import Path
 
 from async_rl.config.sections import RunSection
 from async_rl.errors import ConfigError
 from async_rl.records.rotation import SAMPLES, TIMELINE, Rotation
-from async_rl.records.run_records import EVALUATIONS, LEDGER, METRICS
+from async_rl.records.run_records import EVALUATIONS, LEDGER, METRICS, RecordFile, iteration_of
 from async_rl.shared.files import write_file
+
+log = logging.getLogger(__name__)
+
+MOST_NAMED = 10
 
 ROLLOUTS = "rollouts.jsonl"
 """How the rollouts of a program went in each iteration."""
@@ -61,6 +66,30 @@ def cut_run_records(run_dir: Path, first_iteration: int) -> int:
     """Cuts all records of a run (see `cut_records`) to resume at `first_iteration`; returns how many lines."""
     num_cut = sum(cut_records(run_dir / name, first_iteration) for name in RECORDS)
     return num_cut + sum(_cut_rotated(kind, run_dir, first_iteration) for kind in ROTATED)
+
+
+def require_proofs(run_dir: Path, num_iterations: int, *, accept: bool) -> None:
+    """Checks that the ledger has a proof of each iteration that a checkpoint has behind it: each is written before the
+    step that it is for, so one that is missing was lost afterwards.
+
+    Args:
+        accept: goes on without them, and says so.
+
+    Raises:
+        ConfigError: one is missing, and `accept` is false.
+    """
+    path = run_dir / LEDGER
+    there = {iteration_of(line) for _, line in RecordFile(path).new_lines()}
+    missing = [iteration for iteration in range(num_iterations) if iteration not in there]
+    if not missing:
+        return
+    named = ", ".join(map(str, missing[:MOST_NAMED])) + (", ..." if len(missing) > MOST_NAMED else "")
+    what = f"{str(path)!r} has no proof of {len(missing)} of the {num_iterations} trained iterations ({named})"
+    if not accept:
+        raise ConfigError(
+            f"{what}: restore the file from a copy, or set run.accept_changes = true to go on without them"
+        )
+    log.warning("%s: the run goes on without them (run.accept_changes)", what)
 
 
 def cut_record_of(run_dir: Path, iteration: int) -> None:

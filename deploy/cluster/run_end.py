@@ -11,12 +11,14 @@ from rich.console import Console
 
 from async_rl.config.secrets import masked_words
 from async_rl.config.sections import Config
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, RunDirInUse
 from async_rl.records.records import CONFIG
-from async_rl.records.run_records import METRICS, RunRecords, number_of, object_in
+from async_rl.records.run_records import METRICS, RunRecords, has_iteration, number_of, object_in
 from async_rl.shared.programs.command_line import USAGE_ERROR
 from deploy.cluster.run_view import RunView
 from deploy.cluster.stopping import Stopped, explain_end
+
+MOST_NAMED = 10
 
 CHECKPOINT = re.compile(r"iteration-(\d{6,})")
 """As `trainer.checkpoint.files` calls them: the number of the iteration that is trained next."""
@@ -24,8 +26,15 @@ CHECKPOINT = re.compile(r"iteration-(\d{6,})")
 
 def num_saved(run_dir: Path) -> int | None:
     """How many iterations the newest checkpoint has behind it; None without one."""
-    found = [CHECKPOINT.fullmatch(path.name) for path in (run_dir / "checkpoints").glob("iteration-*")]
-    return max((int(match[1]) for match in found if match), default=None)
+    paths = (run_dir / "checkpoints").glob("iteration-*")
+    found = {path: int(match[1]) for path in paths if (match := CHECKPOINT.fullmatch(path.name))}
+    # A folder that was renamed has another number in its manifest.
+    return max((number for path, number in found.items() if _iteration_of(path) == number), default=None)
+
+
+def _iteration_of(checkpoint: Path) -> Any:
+    content = object_in(checkpoint / "manifest.json").get("content")
+    return content.get("iteration") if isinstance(content, dict) else None
 
 
 def num_iterations(config: Config) -> int | None:
@@ -57,7 +66,17 @@ def describe_end(config: Config) -> str:
         ("one file", f"async-rl report {name}"),
         ("hand it on", f"async-rl export {name} --to DIR, with a model card"),
     ]
+    skipped = [iteration for iteration, num in _skipped_steps(run_dir).items() if num]
+    if skipped:
+        named = ", ".join(map(str, skipped[:MOST_NAMED])) + (", ..." if len(skipped) > MOST_NAMED else "")
+        rows.insert(0, ("no step", f"in {len(skipped)} iterations ({named}): their gradients were not finite"))
     return "\n".join([f"the run is trained: {_length(config)}", *_table(rows)])
+
+
+def _skipped_steps(run_dir: Path) -> dict[int, int]:
+    """Of each iteration in the records."""
+    records = filter(has_iteration, RunRecords(run_dir).metrics.new_records())
+    return {record["iteration"]: int(number_of(record.get("skipped_steps")) or 0) for record in records}
 
 
 def describe_finished(config: Config) -> str:
@@ -121,7 +140,9 @@ def explain_end_of_run(end: Stopped | AsyncRLError, config: Config | None, comma
         command: the words that started it.
     """
     code = explain_end(end)
-    if config is not None and code != USAGE_ERROR:
+    # What is saved in a directory that another run uses is that one's.
+    is_others = RunDirInUse.__name__ in (type(end).__name__, getattr(end, "cause", None))
+    if config is not None and code != USAGE_ERROR and not is_others:
         say(Console(stderr=True), describe_saved(config, command))
     return code
 

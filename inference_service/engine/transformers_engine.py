@@ -264,7 +264,10 @@ class TransformersEngine:
         self._loop.call_soon_threadsafe(self._end_sequences, finished)
 
     def _post_failed(self, failed: list[Sequence]) -> None:
-        error = "the model's logits are not finite: its weights are damaged, publish sound ones"
+        error = (
+            "the model's logits are not finite: its weights are damaged, publish sound ones; if every instance says "
+            "so, those of the trainer have diverged (lower optimizer.learning_rate, and begin before that)"
+        )
         self._post_finished([(sequence, error) for sequence in failed])
 
     def _end_sequences(self, finished: list[tuple[Sequence, str | None]]) -> None:

@@ -17,6 +17,7 @@ LASTING = {
     "NonFiniteGradient",
     "OnPolicyViolation",
     "PromptFailed",
+    "RequestInvalid",
     "RewardError",
     "RestartsExhausted",
     "RolloutFailed",

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from async_rl.rollouts.data.row import TEXT_PARTS
+
 Message = Mapping[str, Any]
 """An OpenAI chat message: role, content, and where they apply tool_calls, tool_call_id, name, reasoning_content."""
 
@@ -32,7 +34,6 @@ MessageKey = tuple[Any, ...]
 """Equal for messages that say the same."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class InvalidRequest(ValueError):

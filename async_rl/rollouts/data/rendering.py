@@ -11,7 +11,7 @@ from async_rl.config.prompts_section import PromptsSection
 from async_rl.errors import ConfigError
 from async_rl.rollouts.data.columns import SOURCE
 from async_rl.rollouts.data.part import Part, parts_of
-from async_rl.rollouts.data.row import Row, is_unicode
+from async_rl.rollouts.data.row import Row, is_unicode, text_of
 
 ASSISTANT = "assistant"
 
@@ -33,6 +33,8 @@ class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that prompts and responses need."""
 
     chat_template: Any
+
+    def __len__(self) -> int: ...
 
     def __call__(
         self, text: list[str], *, add_special_tokens: bool, return_special_tokens_mask: bool = False
@@ -169,10 +171,12 @@ def require_renderable(row: Row, number: int, part: Part) -> None:
             f"role: correct {column}{where} ({fault['msg']}), or set prompts.columns"
         ) from error
     for i, message in enumerate(value):
-        if not _is_content(content := message.get("content")):
+        content = message.get("content")
+        # What only calls tools says nothing.
+        if text_of(content) is None and not (content is None and message["role"] == ASSISTANT):
             raise ConfigError(
                 f"{place}: column {column!r} has a message whose content is {content!r:.80}, expected text or a list "
-                f"of texts and parts: correct {column}[{i}]['content'], or set prompts.columns"
+                f"of parts of text: correct {column}[{i}]['content'], or set prompts.columns"
             )
     if value[-1]["role"] == ASSISTANT and not (_is_begun(value) or value[-1].get("content") == ""):
         raise ConfigError(
@@ -201,14 +205,9 @@ def _conversation(value: Any, part: Part) -> list[dict[str, Any]]:
     if value[-1]["role"] == ASSISTANT and value[-1].get("content") == "":
         # Nothing was said yet.
         value = value[:-1]
+    # Templates of text write a list as Python does.
+    value = [{**each, "content": text_of(each["content"])} if each.get("content") else each for each in value]
     return value if value and value[0]["role"] == "system" else [*system, *value]
-
-
-def _is_content(content: Any) -> bool:
-    """Whether templates take it for what it is: they would write a number, NaN or a mapping as Python does."""
-    if isinstance(content, list):
-        return all(isinstance(each, str | Mapping) for each in content)
-    return content is None or isinstance(content, str)
 
 
 def _is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -3,11 +3,13 @@
 Rows of files come `without_nulls`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 Row = dict[str, Any]
+
+TEXT_PARTS: Final = ("text", "input_text", "output_text")
 
 
 class Rows(Protocol):
@@ -56,3 +58,15 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def text_of(content: object) -> str | None:
+    """What a chat message's content says: a text, or a list of parts of text; None if it is something else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        return None
+    texts = [
+        each.get("text") if isinstance(each, Mapping) and each.get("type") in TEXT_PARTS else each for each in content
+    ]
+    return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None

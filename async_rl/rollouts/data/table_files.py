@@ -311,8 +311,16 @@ def _key(prompt: bytes, text: bytes) -> bytes:
 def _rendered(part: Part, chunk: Sequence[NumberedRow], tokenizer: Tokenizer) -> list[str]:
     """
     Raises:
-        ConfigError: the chat template does not take a row's messages, or a text has what no tokenizer takes.
+        ConfigError: the chat template does not take a row's messages, a text has what no tokenizer takes, or a row's
+            stop tokens are none of the tokenizer's.
     """
+    for row in chunk:
+        outside = [token for token in row.columns.sampling(row.row).stop_token_ids if token >= len(tokenizer)]
+        if outside:
+            raise ConfigError(
+                f"prompts.source {part.source!r}, row {row.number}: stop_token_ids has {outside[0]}, but the tokens of "
+                f"the tokenizer are 0 to {len(tokenizer) - 1}: look the ids up there"
+            )
     try:
         texts = render([row.row for row in chunk], part, tokenizer)
     except ConfigError:

@@ -20,6 +20,7 @@ from async_rl.errors import (
     InstanceStalled,
     InstanceUnreachable,
     NeedsWeights,
+    RequestInvalid,
 )
 from async_rl.rollouts.instance.connections import Connections
 from async_rl.rollouts.instance.dialect import DEAD_ENGINE
@@ -92,15 +93,15 @@ class InstanceHttp:
         return kind(f"instance {self._url} did not answer {method} {path}: {why}")
 
     def refuse(self, method: str, path: str, status: int, answer: bytes) -> NoReturn:
-        """Raises InstanceRefused, RouteMissing, NeedsWeights, InstanceStalled or Fenced for a response that is not
-        200."""
+        """Raises for a response that is not 200: InstanceRefused, RequestInvalid, RouteMissing, NeedsWeights,
+        InstanceStalled or Fenced."""
         info = _error_info(answer)
         reason = info.message[:MAX_ERROR_CHARS] if info is not None else None
         if reason is not None and DEAD_ENGINE in reason:
             raise InstanceStalled(f"the engine of instance {self._url} has died: {reason}")
         if status == 409 and info is not None and info.param == routes.SUPERSEDED_TERM:
             raise Fenced(f"instance {self._url} serves the trainer that has taken over this run: {reason}")
-        kind: type[InstanceRefused] = InstanceRefused
+        kind: type[InstanceRefused] = RequestInvalid if status in (400, 413, 422) else InstanceRefused
         # 403: the route is disabled. 404 without an error body: there is no such route (an unknown model has one).
         if status == 403 or (status == 404 and info is None):
             kind = RouteMissing

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
-from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, PromptFailed
+from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, PromptFailed, RequestInvalid
 from async_rl.method.types import Response, WeightVersion
 from async_rl.rollouts.instance.partial_rollout import PartialRollout
 from async_rl.rollouts.pool.member import Member, Request
@@ -76,7 +76,6 @@ class Attempts:
         return f"failed {total} times in a row, on {len(self._failures)} instances, without a token:{reasons}"
 
 
-BAD_REQUEST = (400, 413, 422)
 """Statuses that blame the request: every other instance would respond the same."""
 
 
@@ -110,7 +109,7 @@ class GroupRollout:
         """All responses, and how often a request had to be repeated or continued, plus one.
 
         Raises:
-            NoInstanceLeft, InstanceRefused, PromptFailed: see `InferencePool.generate_group`.
+            NoInstanceLeft, RequestInvalid, PromptFailed: see `InferencePool.generate_group`.
         """
         await self._finish(self._partials)
         return [partial.response() for partial in self._partials], 1 + self._attempts.num_failures
@@ -135,7 +134,7 @@ class GroupRollout:
         try:
             await self._ask(member, request)
         except InstanceError as error:
-            if isinstance(error, InstanceRefused) and error.status in BAD_REQUEST:
+            if isinstance(error, RequestInvalid):
                 raise
             self._note_failure(member, request, error)
         finally:

@@ -109,7 +109,9 @@ class Roster:
 
     def describe(self, what: str) -> str:
         """`what`, and why each instance is out of service; of a large pool the first ones."""
-        reasons = [f"\n  {member.url}: {member.reason}" for member in self.members[:MOST_DESCRIBED]]
+        reasons = [
+            f"\n  {member.url}: {member.reason or member.circuit.reason}" for member in self.members[:MOST_DESCRIBED]
+        ]
         if (num_more := len(self.members) - len(reasons)) > 0:
             reasons.append(f"\n  and {num_more} more")
         return f"{what}:{''.join(reasons) or ' the pool is empty'}"

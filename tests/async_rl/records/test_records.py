@@ -1,5 +1,7 @@
 import json
+import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from async_rl.method.proof.prompt_ids import from_runs
 from async_rl.method.step_stats import StepStats
 from async_rl.method.types import Batch, Prompt, Publication
 from async_rl.records.recorder import Recorder
-from async_rl.records.records import RECORDS, cut_records, cut_run_records, require_no_records
+from async_rl.records.records import RECORDS, cut_records, cut_run_records, require_no_records, require_proofs
 from async_rl.records.trackers.choice import open_trackers
 from deploy.cluster.run_view import balance, describe
 
@@ -117,3 +119,25 @@ def test_any_file_of_records_is_another_run(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="holds the records of another run"):
         require_no_records(RunSection(dir=tmp_path))
     require_no_records(RunSection(dir=tmp_path, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("lines", "missing"),
+    [
+        (None, "3 of the 3 trained iterations (0, 1, 2)"),
+        ("", "3 of the 3"),
+        ('{"iteration": 0}\n{"iteration": 2}\n', "1 of the 3 trained iterations (1)"),
+        ('{"iteration": 0}\n{"iteration": 1}\n{"iteration": 2', "1 of the 3 trained iterations (2)"),
+        ('{"iteration": 0}\n{"iteration": 0}\n{"iteration": 2}\n{"iteration": 1}\n', None),
+    ],
+)
+def test_a_run_goes_on_without_a_proof_only_if_that_is_accepted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, lines: str | None, missing: str | None
+) -> None:
+    if lines is not None:
+        (tmp_path / "ledger.jsonl").write_text(lines)
+    with pytest.raises(ConfigError, match=re.escape(missing)) if missing else nullcontext():
+        require_proofs(tmp_path, 3, accept=False)
+    require_proofs(tmp_path, 3, accept=True)
+    assert (missing or "") in caplog.text and bool(caplog.text) == bool(missing)
+    require_proofs(tmp_path, 0, accept=False)

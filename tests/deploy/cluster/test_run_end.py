@@ -8,7 +8,7 @@ import pytest
 
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
-from async_rl.errors import ConfigError, ProcessFailed
+from async_rl.errors import ConfigError, ProcessFailed, RunDirInUse
 from deploy.cluster.run_end import (
     describe_end,
     describe_finished,
@@ -35,7 +35,10 @@ def config(run_dir: Path, **sections: dict[str, Any]) -> Config:
 
 
 def checkpoint(run_dir: Path, name: str) -> None:
-    (run_dir / "checkpoints" / name).mkdir(parents=True)
+    folder = run_dir / "checkpoints" / name
+    folder.mkdir(parents=True)
+    number = int(name.removeprefix("iteration-")) if name[-1].isdigit() else None
+    (folder / "manifest.json").write_text(json.dumps({"content": {"iteration": number}}))
 
 
 def evaluate(run_dir: Path, *records: dict[str, Any]) -> None:
@@ -77,6 +80,9 @@ def test_an_early_end_says_what_is_saved_and_how_the_run_goes_on(
     assert "--run.resume=true" in capsys.readouterr().err
     assert explain_end_of_run(ConfigError("no such file"), config(tmp_path), COMMAND) == 2
     assert "resume" not in capsys.readouterr().err, "it may not be this run that is in the directory"
+    for end in (RunDirInUse("in use"), ProcessFailed("trainer exited", cause="RunDirInUse")):
+        assert explain_end_of_run(end, config(tmp_path), COMMAND) == 1
+        assert "resume" not in capsys.readouterr().err, "it is another run's"
 
 
 @pytest.mark.parametrize(
@@ -99,6 +105,33 @@ def test_a_run_is_finished_when_its_last_checkpoint_and_its_model_are_there(tmp_
     assert not is_finished(config(tmp_path)), "ended between the two"
     (tmp_path / "model").mkdir()
     assert is_finished(config(tmp_path)) and not is_finished(config(tmp_path, train={"iterations": 10}))
+
+
+def test_a_checkpoint_counts_by_its_manifest_too(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "iteration-000003")
+    (tmp_path / "checkpoints" / "iteration-000003").rename(tmp_path / "checkpoints" / "iteration-000009")
+    (tmp_path / "model").mkdir()
+    assert num_saved(tmp_path) is None and not is_finished(config(tmp_path))
+    checkpoint(tmp_path, "iteration-000002")
+    for content in ("", "[]", '{"content": []}', '{"content": {"iteration": "9"}}'):
+        (tmp_path / "checkpoints" / "iteration-000009" / "manifest.json").write_text(content)
+        assert num_saved(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("skipped", "said"),
+    [
+        ([], ""),
+        ([0, 0.0, None, "x"], ""),
+        ([0, 2, 1], "no step     in 2 iterations (1, 2)"),
+        ([1] * 12, "(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ...)"),
+    ],
+)
+def test_the_end_tells_of_iterations_that_took_no_step(tmp_path: Path, skipped: list[Any], said: str) -> None:
+    records = [{"iteration": i, "skipped_steps": number} for i, number in enumerate(skipped)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*records, {}, 3]))
+    found = describe_end(config(tmp_path))
+    assert (said in found) if said else ("no step" not in found)
 
 
 def test_epochs_are_as_many_iterations_as_the_trainer_wrote_of_just_them(tmp_path: Path) -> None:

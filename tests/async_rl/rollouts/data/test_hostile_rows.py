@@ -20,9 +20,13 @@ HALF = '"\\ud800 1"'
 
 
 def load(path: Path, tokenizer: Any = None, **prompts: Any) -> list[dict[str, Any]]:
-    config = PromptsSection(**({"source": str(path), "prompts_per_batch": 1, "chat_template": False} | prompts))
-    source = PromptSource.load(config, tokenizer or word_tokenizer(), 0)
+    source = source_of(path, tokenizer, **prompts)
     return [dict(prompt.row) for prompt in source.batch(0).prompts.values()]
+
+
+def source_of(path: Path, tokenizer: Any = None, **prompts: Any) -> PromptSource:
+    config = PromptsSection(**({"source": str(path), "prompts_per_batch": 1, "chat_template": False} | prompts))
+    return PromptSource.load(config, tokenizer or word_tokenizer(), 0)
 
 
 def lines(folder: Path, *rows: Any) -> Path:
@@ -80,17 +84,59 @@ def test_a_row_without_an_answer_is_left_out_however_it_says_so(tmp_path: Path, 
     ("template", "fault"),
     [
         ("{{ raise_exception('roles must alternate') }}", "TemplateError: roles must alternate"),
-        ("{{ messages[0].content + 'x' }}", "UndefinedError"),
+        ("{{ messages[0].text + 'x' }}", "UndefinedError"),
         ("{{ bad", "TemplateSyntaxError"),
     ],
 )
 def test_a_row_that_the_chat_template_does_not_take_is_named(tmp_path: Path, template: str, fault: str) -> None:
     tokenizer = copy.deepcopy(word_tokenizer())
     tokenizer.chat_template = "{% if messages[0].role == 'odd' %}" + template + "{% endif %}{{ messages[0].role }}"
-    path = lines(tmp_path, {"prompt": "1"}, {"prompt": "2"}, {"prompt": [{"role": "odd"}]})
+    path = lines(tmp_path, {"prompt": "1"}, {"prompt": "2"}, {"prompt": [{"role": "odd", "content": ""}]})
     row = 0 if "bad" in template else 2
     with pytest.raises(ConfigError, match=f"row {row}: the tokenizer's chat template does not render .*{fault}"):
         load(path, tokenizer, chat_template=True)
+
+
+PART = {"type": "text", "text": "1 "}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("1 2", "1 2"), ([PART, {"type": "input_text", "text": "2"}], "1 2"), ([PART, "2"], "1 2"), ([], ""), ("", "")],
+)
+def test_content_is_text_or_parts_of_text(tmp_path: Path, content: Any, said: str) -> None:
+    """A template of text would write a list as Python does."""
+    tokenizer = copy.deepcopy(word_tokenizer())
+    tokenizer.chat_template = "{{ messages[0].content }}|{{ messages[1].content or 'calls' }}"
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}], "content": None}
+    messages = [{"role": "user", "content": content}, calls, {"role": "tool", "content": "3"}]
+    source = source_of(lines(tmp_path, {"prompt": messages}), tokenizer, chat_template=True)
+    assert list(source.longest.token_ids) == tokenizer(f"{said}|calls", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(None, 3, True, float("nan"), {"type": "text", "text": "1"}, [3], [None], [{"type": "text"}]),
+        *([{"type": "image_url", "image_url": "x"}], [PART, {"type": "image", "image": "x"}]),
+        *([{"type": "text", "text": None}], [{"text": "1"}], [[PART]]),
+    ],
+)
+def test_content_that_is_no_text_is_refused_with_its_place(tmp_path: Path, role: str, content: Any) -> None:
+    messages = [{"role": role, "content": content}, {"role": "user", "content": "2"}]
+    tokenizer = copy.deepcopy(word_tokenizer())
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    path = lines(tmp_path, {"prompt": "1"}, {"prompt": messages})
+    with pytest.raises(ConfigError, match=r"row 1: .* list of parts of text: correct prompt\[0\]\['content'\]"):
+        load(path, tokenizer, chat_template=True)
+
+
+def test_a_rows_stop_tokens_are_tokens(tmp_path: Path) -> None:
+    size = len(word_tokenizer())
+    path = lines(tmp_path, {"prompt": "1", "ends": [0, size - 1]}, {"prompt": "2", "ends": [1, size]})
+    with pytest.raises(ConfigError, match=f"row 1: stop_token_ids has {size}, .* 0 to {size - 1}: look the ids up"):
+        load(path, columns={"stop_token_ids": "ends"})
 
 
 def parquet(folder: Path, *columns: tuple[str, Any]) -> Path:

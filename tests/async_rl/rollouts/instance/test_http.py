@@ -15,6 +15,7 @@ from async_rl.errors import (
     InstanceStalled,
     InstanceUnreachable,
     NeedsWeights,
+    RequestInvalid,
 )
 from async_rl.rollouts.instance.connections import Connections
 from async_rl.rollouts.instance.dialect import DEAD_ENGINE
@@ -33,7 +34,9 @@ def body(message: str, param: str | None = None, code: int = 500) -> bytes:
 
 
 REFUSALS = [
-    (400, body("too long"), InstanceRefused, "too long"),
+    (400, body("too long"), RequestInvalid, "too long"),
+    (413, b"", RequestInvalid, r"\(empty body\)"),
+    (422, b"[1]", RequestInvalid, r"\[1\]"),
     (401, b"", InstanceRefused, r"\(empty body\)"),
     (403, body("switched off"), RouteMissing, "switched off"),
     (404, b'{"detail":"Not Found"}', RouteMissing, "Not Found"),

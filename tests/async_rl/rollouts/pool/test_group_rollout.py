@@ -18,6 +18,7 @@ from async_rl.errors import (
     InstanceTooSlow,
     NoInstanceLeft,
     PromptFailed,
+    RequestInvalid,
     StaleWeights,
 )
 from async_rl.method.types import Response
@@ -140,10 +141,10 @@ def test_orders_to_the_pool_interrupt_groups_and_blame_neither_prompt_nor_instan
 @pytest.mark.parametrize("status", [400, 413, 422])
 def test_a_request_that_no_instance_can_serve_is_raised_at_once_and_its_siblings_end(status: int) -> None:
     async def scenario() -> None:
-        refusal = failing(lambda: InstanceRefused("too long", status))
+        refusal = failing(lambda: RequestInvalid("too long", status))
         clients = [SamplingClient("http://a:1", lambda: (0, refusal)), SamplingClient("http://b:1")]
         stage = Stage(*clients)
-        with pytest.raises(InstanceRefused, match="too long"):
+        with pytest.raises(RequestInvalid, match="too long"):
             await stage.rollout(4).run()
         assert clients[0].num_requests == 1 and [member.state for member in stage.members] == ["ready", "ready"]
         stage.require_idle()
@@ -234,7 +235,7 @@ def test_a_trial_that_shows_nothing_of_its_instance_is_not_the_last_one(shows_no
     """A request that was slow, moved or invalid itself is over like any other: the only instance must not be lost."""
 
     async def scenario() -> None:
-        refusal = failing(lambda: InstanceRefused("too long", 400))
+        refusal = failing(lambda: RequestInvalid("too long", 400))
         faults = {"slow": [FAULTS["slow"]], "moved": [], "invalid": [refusal]}[shows_nothing]
         stage = Stage(SamplingClient("http://a:1", lambda: (0, faults.pop()) if faults else None))
         (member,) = stage.members
@@ -246,7 +247,7 @@ def test_a_trial_that_shows_nothing_of_its_instance_is_not_the_last_one(shows_no
             # Before it was sent, so that no token closes the circuit.
             next(iter(member.requests)).move()
         if shows_nothing == "invalid":
-            with pytest.raises(InstanceRefused):
+            with pytest.raises(RequestInvalid):
                 await task
             task = asyncio.create_task(stage.rollout(1, LONG).run())
         (response,), _ = await task
