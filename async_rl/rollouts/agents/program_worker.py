@@ -55,7 +55,7 @@ class WorkerPolicy:
             raise self._over
         arguments = {
             "messages": messages,
-            "token_ids": None if token_ids is None else [operator.index(token) for token in token_ids],
+            "token_ids": None if token_ids is None else _plain(token_ids),
             "tools": tools,
             "max_tokens": max_tokens,
             "stop": stop,
@@ -94,6 +94,16 @@ class WorkerPolicy:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(self._over)
+
+
+def _plain(token_ids: Sequence[int]) -> list[int]:
+    """Integers of any kind, such as numpy's, as they are sent."""
+    try:
+        if not any(isinstance(token, bool) for token in token_ids):
+            return [operator.index(token) for token in token_ids]
+    except TypeError:
+        pass
+    raise InvalidRequest(f"token_ids is {token_ids!r:.80}: expected a list of integers from 0")
 
 
 def limit_output() -> None:

@@ -128,6 +128,12 @@ def test_stop_token_is_part_of_the_response(generate: Callable[..., httpx.Respon
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
 
 
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions", "/abort_requests"])
+@pytest.mark.parametrize("body", ["[" * 200_000, "{", "\ud800".encode(errors="surrogatepass"), '[1e999999]'])
+def test_what_is_no_json_of_a_request_is_400(client: httpx.Client, path: str, body: str | bytes) -> None:
+    assert_error(client.post(path, content=body, headers={"Content-Type": "application/json"}), 400)
+
+
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
 def test_bad_prompts_are_400(client: httpx.Client, path: str) -> None:
     for prompt in ([], [5, 96], [5, -1], list(range(2, 90)) * 3, None):

@@ -47,6 +47,19 @@ async def turn_rewards(prompt, policy):
     await policy.generate(prompt.messages)
     return RolloutResult(1.5, (1.0, 0.5))
 
+async def asks_with_other_types(prompt, policy):
+    for token_ids in ("ab", [1.5], [True, 1], 3, [None]):
+        try:
+            await policy.generate(token_ids=token_ids)
+        except ValueError as error:
+            assert type(error).__name__ == "InvalidRequest" and "expected a list of integers" in str(error), error
+        else:
+            raise AssertionError(token_ids)
+    import numpy
+
+    await policy.generate(token_ids=numpy.array([3, 4]))
+    return 0.75
+
 async def raises(prompt, policy):
     await policy.generate(prompt.messages)
     raise KeyError("broken tool")
@@ -212,6 +225,7 @@ def test_a_program_takes_turns_and_gives_a_reward(runs: Runs) -> None:
         assert trajectory.num_turns == 2 and trajectory.status == "completed"
         assert await runs.run("turn_rewards") == RolloutResult(1.5, (1.0, 0.5))
         assert await runs.run("from_a_thread") == RolloutResult(1.0)
+        assert await runs.run("asks_with_other_types") == RolloutResult(0.75)
 
     runs(go)
 
