@@ -108,7 +108,7 @@ class LayerOps:
 
     `linear` is what the linear layers of Megatron call, by its names of the arguments; None leaves it to Megatron.
     `matmul`, for products outside of autograd, and `log_normalizer`, log sum exp of logits [R, V] -> [R, 1], are what
-    the log-probs consist of. `grouped_linear` is the product of each expert's rows with its weight (see `grouped.py`).
+    the log-probs consist of. `grouped_linear` is the product of each expert's rows with its weight.
     `exact`: these are operations of `async_rl.shared.cpu.exact`, and so has everything else to be.
     """
 
