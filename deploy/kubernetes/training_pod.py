@@ -79,7 +79,8 @@ def count_attempt(run_dir: Path, attempt: int, restarts: Restarts, num_trained: 
 
 
 TIMEOUT_S: Final = 1800.0
-"""Afterwards the trainer may say what is missing."""
+"""To a first instance, which may have to pull its image, load a model and capture graphs: a trainer waits for
+`pool.timeout_s` only. Afterwards the trainer may say what is missing."""
 
 POLL_S: Final = 2.0
 
