@@ -238,6 +238,8 @@ class Canary:
         """
         own = f"its log-probs are {found.own:.3g} nats per token from the weights it was sent"
         loader = "its loader puts these tensors in another order or place than its kernels expect"
+        if "embedding" in wrong:
+            loader += ", or it is given other tokens than it is sent, which equal embeddings hide"
         if wrong and wrong != units[-1]:
             return (
                 f"received the weights, but computes with wrong ones of {' and '.join(wrong)}: {own}, and agree if all "

@@ -187,6 +187,7 @@ def require_scrambled_named(trainer: MegatronTrainer, cases: Sequence[Sequence[s
             assert f"no other class than {' and '.join(head)} mend that" in said, said
         else:
             assert f"computes with wrong ones of {' and '.join(engine.scrambled)}:" in said, (engine.scrambled, said)
+            assert ("other tokens than it is sent" in said) == ("embedding" in engine.scrambled), said
     assert same(before, bits(trainer))
 
 
