@@ -9,10 +9,6 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from async_rl.checks.preflight.model import find_checkpoint, read_shape
 from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, WriteFailed
@@ -21,45 +17,8 @@ from async_rl.shared.files import write_file
 from async_rl.shared.programs.command_line import Parser
 from async_rl.shared.programs.error_text import error_text
 from async_rl.shared.programs.extras import require_extras
-from trainer.checkpoint.checkpoint import fill, read_checked
-from trainer.checkpoint.tensors import POLICY, model_tensors
-from trainer.hf.checkpoint import save_hf_checkpoint
-from trainer.model.gpt import build_model
-from trainer.parallel import Parallel
 
 log = logging.getLogger("export")
-
-
-def export_policy(checkpoint: Path, target: Path, parallel: Parallel, model_path: str | None = None) -> None:
-    """Writes the policy to `target` in the run's `model.dtype`; all other files come from `model_path`, by default the
-    run's `model.path`.
-
-    `parallel` is one process; the checkpoint may have any layout.
-
-    Raises:
-        ConfigError: the checkpoint is damaged, or the run's model no longer exists.
-    """
-    content = read_checked(checkpoint, parallel)
-    config = parse_config(content["config"], source=f"the config in checkpoint {str(checkpoint)!r}")
-    source = _find_model(model_path or config.model.path)
-    model = build_model(
-        read_shape(source),
-        getattr(torch, config.model.dtype),
-        parallel,
-        TrainerSection(),
-    )
-    fill(checkpoint, model_tensors(model, POLICY), parallel, dist.group.WORLD)
-    save_hf_checkpoint(model, source, target)
-
-
-def _find_model(path: str) -> Path:
-    try:
-        return find_checkpoint(path)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}; if it is a directory that was moved, or relative to where the run was started, say where it is "
-            "now: --model"
-        ) from error
 
 
 def main(arguments: list[str]) -> int:
@@ -99,8 +58,8 @@ def run(checkpoint: Path, target: Path, model: str | None) -> None:
     run's `model.path`."""
     # Imported after the arguments were validated, so that a typo is reported without loading torch and Megatron.
     from trainer.checkpoint.files import read_manifest
+    from trainer.checkpoint.policy_export import export_policy
     from trainer.devices import choose_device
-    from trainer.export import export_policy
     from trainer.model_card.card import FILE, Exported, model_card
     from trainer.parallel import init_parallel
 

@@ -16,7 +16,8 @@ from async_rl.method.types import Group
 from tests.support.full_disk import largest_file
 from tests.support.trainer.checkpoint_worker import Run
 from trainer.checkpoint.files import checkpoint_path
-from trainer.export import choose_checkpoint, export_policy, require_empty
+from trainer.checkpoint.policy_export import export_policy
+from trainer.export import choose_checkpoint, require_empty
 from trainer.forward_backward import make_passes
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer

@@ -1,0 +1,48 @@
+"""The policy of a checkpoint as a Hugging Face checkpoint; `trainer.export` calls it."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from async_rl.checks.preflight.model import find_checkpoint, read_shape
+from async_rl.config.file import parse_config
+from async_rl.config.trainer_section import TrainerSection
+from async_rl.errors import ConfigError
+from trainer.checkpoint.checkpoint import fill, read_checked
+from trainer.checkpoint.tensors import POLICY, model_tensors
+from trainer.hf.checkpoint import save_hf_checkpoint
+from trainer.model.gpt import build_model
+from trainer.parallel import Parallel
+
+
+def export_policy(checkpoint: Path, target: Path, parallel: Parallel, model_path: str | None = None) -> None:
+    """Writes the policy to `target` in the run's `model.dtype`; all other files come from `model_path`, by default the
+    run's `model.path`.
+
+    `parallel` is one process; the checkpoint may have any layout.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, or the run's model no longer exists.
+    """
+    content = read_checked(checkpoint, parallel)
+    config = parse_config(content["config"], source=f"the config in checkpoint {str(checkpoint)!r}")
+    source = _find_model(model_path or config.model.path)
+    model = build_model(
+        read_shape(source),
+        getattr(torch, config.model.dtype),
+        parallel,
+        TrainerSection(),
+    )
+    fill(checkpoint, model_tensors(model, POLICY), parallel, dist.group.WORLD)
+    save_hf_checkpoint(model, source, target)
+
+
+def _find_model(path: str) -> Path:
+    try:
+        return find_checkpoint(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; if it is a directory that was moved, or relative to where the run was started, say where it is "
+            "now: --model"
+        ) from error
