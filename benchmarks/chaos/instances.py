@@ -81,7 +81,7 @@ class Crew:
     ) -> None:
         self.instances: list[Instance] = []
         self._options = ["--model", str(model), "--max-model-len", str(max_model_len), "--register", fleet_url]
-        self._options += ["--max-concurrency", "32", "--exact"]
+        self._options += ["--max-concurrency", "32"]
         self._logs = logs
         self._disturbance = disturbance
         self._draw = draw

@@ -86,7 +86,6 @@ learning_rate = 1e-3
 [train]
 iterations = {iterations}
 order = "prompt"
-exact = true
 [checkpoint]
 every = {checkpoint_every}
 """
