@@ -3,9 +3,7 @@
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exception_handlers import http_exception_handler
 from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 
 from async_rl.errors import AsyncRLError
 from async_rl.shared.net.http_guard import error_body, error_response, invalid_request
@@ -19,7 +17,6 @@ class UnknownModel(AsyncRLError):
 def install(app: FastAPI) -> None:
     """Turns every error of a handler into a response in the protocol's format; unknown routes keep FastAPI's own."""
     app.add_exception_handler(RequestValidationError, invalid_request)
-    app.add_exception_handler(HTTPException, _of_http)
     for kind in (RequestRefused, AsyncRLError, Exception):
         app.add_exception_handler(kind, _failed)
 
@@ -27,14 +24,6 @@ def install(app: FastAPI) -> None:
 def body_of(error: Exception) -> str:
     """The error body as JSON, for a response whose status has been sent already."""
     return error_body(*_described(error))
-
-
-async def _of_http(request: Request, error: Exception) -> Response:
-    """A body that cannot be parsed, such as one nested too deeply, is a bad request as any other."""
-    assert isinstance(error, HTTPException)
-    if error.status_code == HTTPStatus.BAD_REQUEST:
-        return error_response(str(error.detail), HTTPStatus.BAD_REQUEST)
-    return await http_exception_handler(request, error)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
