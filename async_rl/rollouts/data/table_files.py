@@ -315,7 +315,9 @@ def _rendered(part: Part, chunk: Sequence[NumberedRow], tokenizer: Tokenizer) ->
             stop tokens are none of the tokenizer's.
     """
     for row in chunk:
-        outside = [token for token in row.columns.sampling(row.row).stop_token_ids if token >= len(tokenizer)]
+        # Those of a part are held against the model by the pre-flight.
+        own = row.columns.sampling(row.row).stop_token_ids[len(part.stop_token_ids) :]
+        outside = [token for token in own if token >= len(tokenizer)]
         if outside:
             raise ConfigError(
                 f"prompts.source {part.source!r}, row {row.number}: stop_token_ids has {outside[0]}, but the tokens of "

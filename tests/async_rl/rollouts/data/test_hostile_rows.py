@@ -137,6 +137,10 @@ def test_a_rows_stop_tokens_are_tokens(tmp_path: Path) -> None:
     path = lines(tmp_path, {"prompt": "1", "ends": [0, size - 1]}, {"prompt": "2", "ends": [1, size]})
     with pytest.raises(ConfigError, match=f"row 1: stop_token_ids has {size}, .* 0 to {size - 1}: look the ids up"):
         load(path, columns={"stop_token_ids": "ends"})
+    good = lines(tmp_path, {"prompt": "1", "ends": [size - 1]})
+    part = MixturePart(name="a", source=str(good), stop_token_ids=(size,), columns={"stop_token_ids": "ends"})
+    (prompt,) = source_of(good, source=None, mixture=[part]).batch(0).prompts.values()
+    assert prompt.stop_token_ids == (size, size - 1), "a model may have tokens that its tokenizer lacks"
 
 
 def parquet(folder: Path, *columns: tuple[str, Any]) -> Path:
