@@ -194,6 +194,8 @@ class Member:
     """Tokens per second of one response, in the last request that it finished."""
     heard_s: float = 0.0
     """`time.monotonic()` of the last tokens of any request."""
+    slowest_start_s: float | None = None
+    """The longest time to the first token of a request that it started."""
     credit: Credit = field(default_factory=Credit)
     num_failures: int = 0
     """Requests that it failed or did not finish."""
@@ -238,7 +240,9 @@ class Member:
         if num_tokens and request.waits:
             request.first_token_s = now_s
             self.waiting.discard(request)
-            self.credit.first_token(self.num_open, now_s - request.sent_s)
+            waited_s = now_s - request.sent_s
+            self.slowest_start_s = max(waited_s, self.slowest_start_s or 0.0)
+            self.credit.first_token(self.num_open, waited_s)
         self.num_open -= num_ended - request.num_ended
         request.num_tokens, request.num_ended = num_tokens, num_ended
 

@@ -14,6 +14,7 @@ instance is so slow that this pays off many times over.
 
 import asyncio
 import heapq
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -287,10 +288,11 @@ MAX_MOVES = 1
 
 STRAGGLING = 8.0
 """How many times faster an idle instance must have been for a started response to be moved there: below that,
-computing the prompt again may take as long as the rest."""
+computing the prompt again may take as long as the rest. A request without a token moves when it has waited for so many
+times the longest time to the first token at those that could take it."""
 
 STRAGGLING_S = 10.0
-"""Time after which a request's speed is known."""
+"""Time after which a request's speed, or silence, says something."""
 
 
 def next_moves(members: Sequence[Member], has_credit: Callable[[Member], bool], now_s: float) -> list[Request]:
@@ -307,7 +309,9 @@ def next_moves(members: Sequence[Member], has_credit: Callable[[Member], bool], 
     if num_free <= 0:
         return []
     taking = set(free)
-    queued = [r for member in ready if member not in taking for r in _queued(member, now_s)]
+    starts_s = [member.slowest_start_s for member in free if member.slowest_start_s is not None]
+    silent_s = max(STRAGGLING_S, STRAGGLING * max(starts_s)) if starts_s else math.inf
+    queued = [r for member in ready if member not in taking for r in _queued(member, now_s, silent_s)]
     # The latest one of the longest queue: the earlier ones will start sooner.
     queued.sort(key=lambda request: -request.sent_s)
     moves = queued[:num_free]
@@ -320,13 +324,19 @@ def next_moves(members: Sequence[Member], has_credit: Callable[[Member], bool], 
     return moves
 
 
-def _queued(member: Member, now_s: float) -> list[Request]:
-    """Requests that its engine has not started. Without streaming these cannot be distinguished from started ones."""
-    if not member.client.has_streamed:
+def _queued(member: Member, now_s: float, silent_s: float) -> list[Request]:
+    """Requests that its engine has not started. Without streaming these cannot be distinguished from started ones.
+
+    While it generates for others, the time to the first token does not explain a wait; nor a wait beyond `silent_s`.
+    """
+    if not member.client.streams:
         return []
     waiting = [r for r in member.waiting if r.num_moves < MAX_MOVES and not r.is_moved]
-    # It generates tokens for others, so the time to the first token does not explain the wait.
-    return [r for r in waiting if now_s - r.sent_s > QUEUE_S and member.heard_s > r.sent_s]
+    return [
+        r
+        for r in waiting
+        if now_s - r.sent_s > (QUEUE_S if member.client.has_streamed and member.heard_s > r.sent_s else silent_s)
+    ]
 
 
 def _is_known(request: Request, now_s: float) -> bool:

@@ -82,6 +82,40 @@ def test_an_idle_instance_is_promised_to_one_request_only() -> None:
     assert moves(slow, idle, other) == []
 
 
+def waiting(at: Member, for_s: float, num_moves: int = 0) -> Request:
+    request = Request([PartialRollout(0)], 1, num_moves)
+    request.sent_s = NOW_S - for_s
+    at.begin(request)
+    return request
+
+
+def started_after(at: Member, waited_s: float) -> None:
+    """One of its requests got its first token, and is over."""
+    request = waiting(at, waited_s)
+    at.progress(request, 1, 1, NOW_S)
+    at.end(request)
+
+
+@pytest.mark.parametrize("start_s", [0.1, 3.0])
+def test_what_waits_at_a_wholly_silent_instance_moves_after_eight_times_the_others_longest_start(start_s: float) -> None:
+    silent, idle = member("silent"), member("idle")
+    started_after(idle, start_s / 2)
+    started_after(idle, start_s)
+    limit_s = max(STRAGGLING_S, STRAGGLING * start_s)
+    waiting(silent, limit_s - 0.5)
+    moved = waiting(silent, limit_s + 0.5)
+    waiting(silent, limit_s + 0.5, num_moves=1)
+    assert moves(silent, idle) == [moved]
+    silent.client.streams = False
+    assert moves(silent, idle) == []
+
+
+def test_what_waits_at_a_silent_instance_stays_where_nobody_else_has_started_anything() -> None:
+    silent, idle = member("silent"), member("idle")
+    waiting(silent, 600.0)
+    assert moves(silent, idle) == []
+
+
 @pytest.fixture
 def pool_of(pools_with: Callable[..., Pools]) -> Callable[..., InferencePool]:
     return pools_with(heartbeat_timeout_s=60.0).make
@@ -119,3 +153,19 @@ def test_what_is_moved_goes_on_from_where_it_was(
     assert (response.num_continued, response.num_resampled, response.instance) == (1, 0, fast.url)
     assert num_attempts == 1 and at_slow.num_failures == 0 and at_slow.state == "ready"
     assert at_slow.num_open == 0 and not at_slow.waiting and pool.is_idle
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+def test_a_wholly_silent_instance_keeps_nothing_while_another_idles(
+    instances: Callable[..., list[Any]], pool_of: Callable[..., InferencePool], loop: EventLoopThread
+) -> None:
+    """It is healthy, and takes requests without ever answering one."""
+    silent, sound = instances({"stream": True, "stop_after": 0, "fate": "hang"}, {"stream": True})
+    pool = pool_of(silent, sound)
+    sampling = SamplingParams(n=1, max_tokens=40, seed=5, logprobs=0)
+    running = [loop.submit(pool.generate_group((3, i), sampling, f"v1-{i}", "v1")) for i in range(4)]
+    begun_s = time.monotonic()
+    responses = [group.result(DEADLINE_S)[0][0] for group in running]
+    assert {response.instance for response in responses} == {sound.url}
+    assert time.monotonic() - begun_s < STRAGGLING_S + 10.0 and pool.find(silent.url).state == "ready"
