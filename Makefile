@@ -27,7 +27,7 @@ TRACKERS_READY := $(TRACKERS_VENV)/.ready
 # Its theme announces its successor with each build.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 WORKERS := --numprocesses 4 --dist loadfile --no-loadscope-reorder
-ALL := not vllm and not agents and not trackers and not gpu and not npu
+NIGHT := (nightly or layouts) and not vllm and not agents and not trackers and not gpu and not npu
 VLLM := vllm and not nightly
 FAST := not distributed and not computes and not nightly and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
 
@@ -50,9 +50,10 @@ test: $(READY)
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "$(FAST)" $(WORKERS) $(ARGS)
 
-# Everything that needs no accelerator: several hours. What runs in other environments follows, and has its own targets.
-test-all: $(READY)
-	$(BIN)/python -m pytest -m "$(ALL)" $(WORKERS) $(ARGS)
+# Everything that needs no accelerator: several hours. Each test of the night keeps both cores busy, so two run at once.
+# What runs in other environments follows, and has its own targets.
+test-all: test
+	$(BIN)/python -m pytest -m "$(NIGHT)" $(WORKERS) --numprocesses 2 $(ARGS)
 	$(MAKE) test-vllm VLLM=vllm
 	$(MAKE) test-agents test-trackers test-peers
 

@@ -50,9 +50,8 @@ class ValueGPT(SharedPromptGPT):
 
     def rows_for_logits(self, hidden_T1H: torch.Tensor) -> torch.Tensor:
         """The last stage's hidden rows as the head takes them, [T, H]; each rank's gradient of them is the whole."""
-        if self.config.sequence_parallel:
-            hidden_T1H = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=False)
-        return hidden_T1H[:, 0]
+        rows_T1H: torch.Tensor = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=False)
+        return rows_T1H[:, 0]
 
     def scores(self, rows_TH: torch.Tensor, labels: Labels, temperature: float, with_entropy: bool = True) -> Scores:
         """The value before each sampled token, with gradient, float32 (float64 if the rows are) [N]; nothing else."""

@@ -176,7 +176,7 @@ def _lay_out(slices: Sequence[GroupSlice], parallel: Parallel) -> MicroBatch:
 def _row_multiple(parallel: Parallel) -> int:
     if parallel.device.LAYER_OPS.exact:
         return ROW_MULTIPLE
-    return parallel.tp_size if parallel.sequence_parallel else 1
+    return parallel.tp_size
 
 
 def _fitting(groups: Sequence[Group], max_tokens: int, split: bool) -> list[list[GroupSlice]]:

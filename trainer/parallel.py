@@ -63,7 +63,6 @@ class Parallel:
     pp_size: int
     ep_rank: int
     ep_size: int
-    sequence_parallel: bool
     expert_peers: dist.ProcessGroup
     """All ranks of the replicas that share experts with this replica, including its own."""
 
@@ -188,7 +187,6 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
         pp_size=section.pipeline_parallel,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=section.expert_parallel,
-        sequence_parallel=section.sequence_parallel,
         expert_peers=_make_expert_peers(section, dist.get_world_size(), dist.get_rank()),
     )
 

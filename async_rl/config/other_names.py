@@ -112,6 +112,7 @@ _GONE = (
     *("cluster.restart_delay_s", "cluster.instance_cores", "rollout.gateway_port"),
     *("algorithm.overlong_penalty", "algorithm.kl_clamp"),
     *("optimizer.beta1", "optimizer.eps", "trainer.distributed_optimizer"),
+    "trainer.sequence_parallel",
     *(
         "cluster.training_cores",
         "cluster.placement_timeout_s",

@@ -13,13 +13,12 @@ class TrainerSection(Section):
     num_processes: int | None = Field(
         None, ge=1, description="training ranks that `async-rl run` starts on this host; by default one replica's"
     )
-    tensor_parallel: int = Field(1, ge=1, description="ranks that share every layer's tensors")
+    tensor_parallel: int = Field(
+        1, ge=1, description="ranks that share every layer's tensors, and its rows (sequence parallelism)"
+    )
     pipeline_parallel: int = Field(1, ge=1, description="ranks that share the layers")
     expert_parallel: int = Field(
         1, ge=1, description="ranks of a pipeline stage that share the experts, across replicas if need be"
-    )
-    sequence_parallel: bool = Field(
-        False, description="tensor-parallel ranks also share rows; a model of experts needs it under tensor_parallel"
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="activations computed again in backward: none, feed-forward parts, or whole layers"

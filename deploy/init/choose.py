@@ -215,7 +215,6 @@ def _layouts(seen: Seen, run_dir: str) -> Iterator[list[Choice]]:
             yield [
                 Choice("trainer.num_processes", ranks, "half of the devices"),
                 Choice("trainer.tensor_parallel", tensor),
-                *([Choice("trainer.sequence_parallel", True)] if tensor > 1 and seen.shape.experts else []),
                 engine,
                 *python,
                 *_instances(engine.value, seen.num_devices - ranks, tensor),

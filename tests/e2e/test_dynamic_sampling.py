@@ -18,7 +18,7 @@ SETTINGS = (
     *("--checkpoint.every=1", "--inference.num_instances=2", "--algorithm.kl_coef=0.05"),
 )
 DIVIDED = (
-    *("--trainer.tensor_parallel=2", "--trainer.sequence_parallel=true", "--trainer.micro_batch_tokens=100"),
+    *("--trainer.tensor_parallel=2", "--trainer.micro_batch_tokens=100"),
     "--cluster.max_restarts=0",
 )
 """One leader of two ranks, and nothing that is lost comes back."""

@@ -39,9 +39,7 @@ and the remedy (the rule is in `async_rl/checks/preflight/layout.py`):
 - `tensor_parallel` divides attention heads, key / value heads, vocabulary and, without experts, the feed-forward size;
   `pipeline_parallel` divides the layers;
 - `expert_parallel` divides the experts and the ranks of a stage (`tensor_parallel` x replicas), and is 1 without
-  experts;
-- `sequence_parallel` needs `tensor_parallel` above 1; a model of experts with `tensor_parallel` above 1 needs
-  `sequence_parallel`, for any `expert_parallel`.
+  experts.
 
 `recompute`, `frozen_weights` and groups longer than `micro_batch_tokens` work with every
 accepted layout.
@@ -75,8 +73,7 @@ WHEN_TUNING = {
     "overlong_tokens old_policy importance teacher teacher_coef",
     "optimizer": "schedule min_learning_rate_ratio warmup_iterations weight_decay clip_grad_norm",
     "train": "steps_per_batch mode order exact",
-    "trainer": "tensor_parallel pipeline_parallel expert_parallel sequence_parallel recompute micro_batch_tokens "
-    "frozen_weights",
+    "trainer": "tensor_parallel pipeline_parallel expert_parallel recompute micro_batch_tokens frozen_weights",
     "checkpoint": "keep",
     "inference": "tensor_parallel max_concurrency engine_options",
     "cluster": "max_instances max_restarts slurm_training_options slurm_instance_options",

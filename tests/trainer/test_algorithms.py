@@ -207,7 +207,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3": {"TP2": {"tensor_parallel": 2}, "PP2": {"pipeline_parallel": 2}, "DP2": {}},
     "qwen3_moe": {
         "EP2 over two replicas": {"expert_parallel": 2},
-        "TP2+SP EP2": {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+        "TP2 EP2": {"tensor_parallel": 2, "expert_parallel": 2},
     },
 }
 """By model."""

@@ -39,7 +39,6 @@ PPO = {"name": "ppo", "kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k2"}
 FAMILIES_AND_LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3": {
         "TP2": {"tensor_parallel": 2},
-        "TP2+SP": {"tensor_parallel": 2, "sequence_parallel": True},
         "PP2": {"pipeline_parallel": 2},
         "DP2": {},
     },
@@ -426,7 +425,7 @@ def test_a_run_with_a_critic_goes_on_bit_for_bit_under_another_layout(
     stage(0)[0](parallel)
     start(
         tmp_path,
-        ({"tensor_parallel": 2, "sequence_parallel": True}, stage(1)),
+        ({"tensor_parallel": 2}, stage(1)),
         ({"pipeline_parallel": 2}, stage(2)),
         ({}, stage(3)),
     )

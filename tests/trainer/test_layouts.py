@@ -41,9 +41,7 @@ from trainer.parallel import Parallel
 REFUSALS = {
     "ranks": r"(\d+) training ranks .* cannot form replicas of .*: start a multiple of it",
     "ranks of a stage": r"trainer\.expert_parallel = \d+ does not divide the \d+ ranks of a pipeline stage",
-    "rows not shared": r"trainer\.sequence_parallel = true needs trainer\.tensor_parallel above 1",
     "no experts": r"trainer\.expert_parallel is \d+, but the model has no experts: leave it at 1",
-    "routing twice": r"trainer\.tensor_parallel = \d+ with a model of experts needs trainer\.sequence_parallel = true",
 }
 
 

@@ -31,7 +31,7 @@ from trainer.hf.weight_map import Layout, tied_head, weight_map
 from trainer.model import logprobs
 from trainer.trainer import MegatronTrainer
 
-ONE_RANK = Shares(1, 1, 1, sequence=False, num_replicas=1)
+ONE_RANK = Shares(1, 1, 1, num_replicas=1)
 
 
 def config_with(**sections: dict[str, Any]) -> Config:
@@ -137,7 +137,7 @@ def test_recomputation_keeps_less_and_sharing_divides() -> None:
         for recompute in ("none", "selective", "full")
     )
     assert full == 64 < selective < whole
-    halved = dataclasses.replace(ONE_RANK, tensor=2, sequence=True)
+    halved = dataclasses.replace(ONE_RANK, tensor=2)
     assert layer_values_per_row(sizes, halved, "none", fused_swiglu=False) * 2 == whole
 
 

@@ -13,7 +13,6 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
@@ -108,10 +107,7 @@ class SharedPromptGPT(GPTModel):
 
         Each rank's gradient covers its own part of the vocabulary; the backward pass of this operation sums over ranks.
         """
-        if self.config.sequence_parallel:
-            rows_T1H: torch.Tensor = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=True)
-        else:
-            rows_T1H = copy_to_tensor_model_parallel_region(hidden_T1H)
+        rows_T1H: torch.Tensor = gather_from_sequence_parallel_region(hidden_T1H, tensor_parallel_output_grad=True)
         return rows_T1H[:, 0]
 
     def scores(self, rows_TH: torch.Tensor, labels: Labels, temperature: float, with_entropy: bool = True) -> Scores:
@@ -171,7 +167,7 @@ def build_model(
         pipeline_model_parallel_size=parallel.pp_size,
         expert_model_parallel_size=parallel.ep_size,
         expert_tensor_parallel_size=1,
-        sequence_parallel=parallel.sequence_parallel,
+        sequence_parallel=parallel.tp_size > 1,
         # Micro-batches have any number of rows (see `pipeline_shapes.py`).
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",

@@ -20,8 +20,7 @@ def pipeline_arguments(config: TransformerConfig, num_rows: Sequence[int]) -> di
     if config.pipeline_model_parallel_size == 1:
         return {}
     group = parallel_state.get_pipeline_model_parallel_group()
-    divisor = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    shapes = [(rows // divisor, 1, config.hidden_size) for rows in num_rows]
+    shapes = [(rows // config.tensor_model_parallel_size, 1, config.hidden_size) for rows in num_rows]
     groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "embd", "pos_embd", "dp_cp"])
     return {"p2p_communicator": KnownShapes(group, config, shapes), "pg_collection": groups}
 

@@ -39,7 +39,6 @@ class Shares:
     tensor: int
     pipeline: int
     expert: int
-    sequence: bool
     num_replicas: int
 
     @classmethod
@@ -53,7 +52,6 @@ class Shares:
             trainer.tensor_parallel,
             trainer.pipeline_parallel,
             trainer.expert_parallel,
-            trainer.sequence_parallel,
             replicas,
         )
 
@@ -116,8 +114,7 @@ def layer_values_per_row(model: ModelShape, shares: Shares, recompute: str, *, f
     part the product of its first layer, both halves once more (one activated, the other with Megatron's offset), and
     their product. A fused activation keeps no copies.
     """
-    rows_shared = shares.tensor if shares.sequence else 1
-    stream = ceil(model.hidden_size / rows_shared)
+    stream = ceil(model.hidden_size / shares.tensor)
     if recompute == "full":
         return stream
     queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
@@ -132,8 +129,8 @@ def feed_forward_values_per_row(model: ModelShape, shares: Shares, *, fused_swig
     """Of `layer_values_per_row` those of the feed-forward part; experts get rows evenly, copied once for each."""
     if model.experts is None:
         return ceil((3 if fused_swiglu else 5) * model.ffn_size / shares.tensor)
-    # With sequence parallelism each rank routes its own rows; else every rank routes all of them.
-    rows = model.experts.top_k / (shares.tensor if shares.sequence else 1)
+    # Each rank routes its own rows.
+    rows = model.experts.top_k / shares.tensor
     # Their activation is always fused.
     return ceil(rows * (2 * model.hidden_size + 3 * model.experts.ffn_size))
 

@@ -3,9 +3,9 @@
 Accepted layouts are compared with one rank by `tests/support/trainer/layout_matrix.py`; all others are refused with
 the key's name before training.
 
-A placement is (tensor_parallel, pipeline_parallel, expert_parallel, sequence_parallel) over a number of ranks, which
-also determines the number of replicas. Recomputation, the distributed optimizer, tied embeddings, splitting of long
-groups, and the location of frozen weights work with every placement.
+A placement is (tensor_parallel, pipeline_parallel, expert_parallel) over a number of ranks, which also determines the
+number of replicas; tensor-parallel ranks always share rows, too. Recomputation, the distributed optimizer, tied
+embeddings, splitting of long groups, and the location of frozen weights work with every placement.
 """
 
 from async_rl.config.trainer_section import TrainerSection
@@ -20,7 +20,6 @@ def require_layout(trainer: TrainerSection, model: ModelShape, num_ranks: int) -
         ConfigError: they cannot; names the keys, the expected value, and the remedy.
     """
     trainer.num_replicas(num_ranks)
-    _require_row_sharing(trainer, has_experts=model.experts is not None)
     if model.experts is None and trainer.expert_parallel > 1:
         raise ConfigError(
             f"trainer.expert_parallel is {trainer.expert_parallel}, but the model has no experts: leave it at 1"
@@ -30,20 +29,6 @@ def require_layout(trainer: TrainerSection, model: ModelShape, num_ranks: int) -
             raise ConfigError(
                 f"trainer.{key} = {ways} does not divide the model's {size} {what}: choose a divisor of {size}"
             )
-
-
-def _require_row_sharing(trainer: TrainerSection, has_experts: bool) -> None:
-    if trainer.sequence_parallel and trainer.tensor_parallel == 1:
-        raise ConfigError(
-            "trainer.sequence_parallel = true needs trainer.tensor_parallel above 1, whose ranks share the rows: "
-            "leave it at false"
-        )
-    if has_experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
-        raise ConfigError(
-            f"trainer.tensor_parallel = {trainer.tensor_parallel} with a model of experts needs "
-            "trainer.sequence_parallel = true, so that every rank routes rows of its own (trainer.expert_parallel may "
-            "be anything that divides the ranks of a stage): set it, or leave tensor_parallel at 1"
-        )
 
 
 def _divisions(trainer: TrainerSection, model: ModelShape) -> list[tuple[str, int, str, int]]:

@@ -19,7 +19,6 @@ class Placement:
     tensor: int
     pipeline: int
     expert: int
-    sequence: bool
 
     @property
     def num_replicas(self) -> int:
@@ -38,25 +37,23 @@ class Placement:
             "tensor_parallel": self.tensor,
             "pipeline_parallel": self.pipeline,
             "expert_parallel": self.expert,
-            "sequence_parallel": self.sequence,
         }
 
     def __str__(self) -> str:
         axes = {"TP": self.tensor, "PP": self.pipeline, "DP": self.num_replicas, "EP": self.expert}
-        names = [f"{name}{size}" + "+SP" * (name == "TP" and self.sequence) for name, size in axes.items() if size > 1]
-        return " ".join(names) or "one rank"
+        return " ".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "one rank"
 
 
 ACCEPTED = {
     # Ranks: (dense models, models with experts).
     1: (["one rank"], ["one rank"]),
-    2: (["TP2", "TP2+SP", "PP2", "DP2"], ["TP2+SP", "TP2+SP EP2", "PP2", "DP2", "DP2 EP2"]),
-    3: (["TP3", "TP3+SP", "PP3", "DP3"], ["TP3+SP", "TP3+SP EP3", "PP3", "DP3", "DP3 EP3"]),
+    2: (["TP2", "PP2", "DP2"], ["TP2", "TP2 EP2", "PP2", "DP2", "DP2 EP2"]),
+    3: (["TP3", "PP3", "DP3"], ["TP3", "TP3 EP3", "PP3", "DP3", "DP3 EP3"]),
     4: (
-        ["TP4", "TP4+SP", "PP4", "DP4", "TP2 PP2", "TP2+SP PP2", "TP2 DP2", "TP2+SP DP2", "PP2 DP2"],
+        ["TP4", "PP4", "DP4", "TP2 PP2", "TP2 DP2", "PP2 DP2"],
         [
-            *("TP4+SP", "TP4+SP EP2", "TP4+SP EP4", "PP4", "DP4", "DP4 EP2", "DP4 EP4", "PP2 DP2", "PP2 DP2 EP2"),
-            *("TP2+SP PP2", "TP2+SP PP2 EP2", "TP2+SP DP2", "TP2+SP DP2 EP2", "TP2+SP DP2 EP4"),
+            *("TP4", "TP4 EP2", "TP4 EP4", "PP4", "DP4", "DP4 EP2", "DP4 EP4", "PP2 DP2", "PP2 DP2 EP2"),
+            *("TP2 PP2", "TP2 PP2 EP2", "TP2 DP2", "TP2 DP2 EP2", "TP2 DP2 EP4"),
         ],
     ),
 }
@@ -64,10 +61,10 @@ ACCEPTED = {
 
 LARGER = {
     # Three ranks beside two, so that expert groups and replicas overlap without either containing the other.
-    6: (["TP3+SP DP2"], ["TP3+SP DP2 EP2", "TP3+SP DP2 EP6"]),
+    6: (["TP3 DP2"], ["TP3 DP2 EP2", "TP3 DP2 EP6"]),
     8: (
-        ["TP2 PP2 DP2", "TP2+SP PP2 DP2"],
-        ["TP2+SP PP2 DP2", "TP2+SP PP2 DP2 EP2", "TP2+SP PP2 DP2 EP4"],
+        ["TP2 PP2 DP2"],
+        ["TP2 PP2 DP2", "TP2 PP2 DP2 EP2", "TP2 PP2 DP2 EP4"],
     ),
 }
 """Placements whose kind needs more ranks; compared under a pairwise cover of the other settings."""
@@ -105,7 +102,7 @@ class Case:
         """The kind of its placement, regardless of sizes."""
         place = self.placement
         axes = (place.tensor, place.pipeline, place.num_replicas)
-        return (*(size > 1 for size in axes), place.sequence, place.expert_kind, self.experts)
+        return (*(size > 1 for size in axes), place.expert_kind, self.experts)
 
     @property
     def factors(self) -> dict[str, Any]:
@@ -113,7 +110,7 @@ class Case:
         place = self.placement
         axes = {"TP": place.tensor, "PP": place.pipeline, "DP": place.num_replicas, "EP": place.expert_kind}
         rest = {name: value for name, value in asdict(self).items() if name != "placement"}
-        return axes | {"SP": place.sequence} | rest
+        return axes | rest
 
     def __str__(self) -> str:
         marks = [
@@ -153,8 +150,8 @@ def _sizes(case: Case) -> dict[str, int]:
 def placements(num_ranks: int) -> Iterator[Placement]:
     """Every combination of sizes up to the number of ranks, whether it is valid or not."""
     sizes = range(1, num_ranks + 1)
-    for tensor, pipeline, expert, sequence in product(sizes, sizes, sizes, (False, True)):
-        yield Placement(num_ranks, tensor, pipeline, expert, sequence)
+    for tensor, pipeline, expert in product(sizes, sizes, sizes):
+        yield Placement(num_ranks, tensor, pipeline, expert)
 
 
 def accepted_placements(num_ranks: int, experts: bool) -> list[Placement]:
@@ -163,7 +160,6 @@ def accepted_placements(num_ranks: int, experts: bool) -> list[Placement]:
     found = [
         p for p in placements(num_ranks) if str(p) in names and p.num_replicas * p.tensor * p.pipeline == num_ranks
     ]
-    found = [p for p in found if p.tensor > 1 or not p.sequence]
     assert {str(p) for p in found} == names and len(found) == len(names)
     return found
 

@@ -128,7 +128,7 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
         run(parallel)
     start(
         tmp_path,
-        ({"tensor_parallel": 2, "sequence_parallel": True}, stage(1)),
+        ({"tensor_parallel": 2}, stage(1)),
         ({"pipeline_parallel": 2}, stage(2)),
         ({}, stage(3)),
     )

@@ -27,7 +27,6 @@ MOST_BYTES = 16 * 2**20
 BIG_DENSE = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 20}
 BIG_EXPERTS = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 24}
 TP2, PP2, EP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"expert_parallel": 2}
-SP = {"sequence_parallel": True}
 
 
 def run_cases(num_ranks: int, cases: list[dict[str, Any]], directory: Path) -> list[list[dict[str, Any]]]:
@@ -64,7 +63,7 @@ def test_two_ranks_stream_the_original_bytes_and_hold_a_parcel_at_a_time(
         {"checkpoint": tiny_model("qwen3", tied=True, **BIG_DENSE), "layout": PP2, "bucket_bytes": BIG_BUCKET},
         {"checkpoint": tiny_model("qwen3_moe", **BIG_EXPERTS), "layout": EP2, "bucket_bytes": BIG_BUCKET},
         {"checkpoint": tiny_model("llama"), "layout": {}, "bucket_bytes": SMALL_BUCKET},
-        {"checkpoint": tiny_model("qwen2", tied=True), "layout": {**TP2, **SP}, "bucket_bytes": 1},
+        {"checkpoint": tiny_model("qwen2", tied=True), "layout": TP2, "bucket_bytes": 1},
     ]
     reports = run_cases(2, cases, tmp_path)
     require_original_streams(reports, cases, tmp_path)
@@ -78,12 +77,12 @@ def test_two_ranks_stream_the_original_bytes_and_hold_a_parcel_at_a_time(
 def test_four_ranks_stream_the_original_bytes(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     models = [
         ("qwen3", True, {**TP2, **PP2}),
-        ("qwen2", False, {**TP2, **PP2, **SP}),
+        ("qwen2", False, {**TP2, **PP2}),
         ("llama", False, PP2),
-        ("qwen3_moe", False, {**TP2, **SP, **EP2}),
-        ("qwen3_moe", True, {**TP2, **PP2, **SP, **EP2}),
+        ("qwen3_moe", False, {**TP2, **EP2}),
+        ("qwen3_moe", True, {**TP2, **PP2, **EP2}),
         ("qwen3_moe", False, {"expert_parallel": 4}),
-        ("qwen3_moe", False, {**TP2, **SP, "expert_parallel": 4}),
+        ("qwen3_moe", False, {**TP2, "expert_parallel": 4}),
     ]
     cases = [
         {"checkpoint": tiny_model(family, tied=tied), "layout": layout, "bucket_bytes": SMALL_BUCKET}

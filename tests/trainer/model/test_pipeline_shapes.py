@@ -14,17 +14,16 @@ from trainer.parallel import Parallel
 class Config:
     pipeline_model_parallel_size: int = 2
     tensor_model_parallel_size: int = 2
-    sequence_parallel: bool = False
     hidden_size: int = 8
     virtual_pipeline_model_parallel_size: None = None
 
 
-@pytest.mark.parametrize(("sequence_parallel", "first"), [(False, 6), (True, 3)])
+@pytest.mark.parametrize(("tensor_parallel", "first"), [(1, 6), (2, 3)])
 def test_shapes_arrive_in_the_order_of_micro_batches_without_communication(
-    sequence_parallel: bool, first: int, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+    tensor_parallel: int, first: int, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "batch_isend_irecv", None)
-    config = Config(sequence_parallel=sequence_parallel)
+    config = Config(tensor_model_parallel_size=tensor_parallel)
     made = pipeline_arguments(config, [6, 4])  # type: ignore[arg-type]
     stages = made["p2p_communicator"]
     assert isinstance(stages, KnownShapes) and stages.pp_group is parallel_state.get_pipeline_model_parallel_group()

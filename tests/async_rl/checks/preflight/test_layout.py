@@ -17,13 +17,13 @@ EXPERTS = replace(DENSE, num_heads=8, num_kv_heads=8, experts=Experts(4, 2, 64, 
 def test_what_divides_the_model_is_accepted() -> None:
     require_layout(TrainerSection(), DENSE, 1)
     require_layout(TrainerSection(), DENSE, 5)
-    layout = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 4, "sequence_parallel": True}
+    layout = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 4}
     require_layout(TrainerSection(**layout), EXPERTS, 8)
 
 
 def test_experts_have_feed_forward_parts_of_their_own_that_nothing_divides() -> None:
     odd = replace(EXPERTS, ffn_size=63)
-    require_layout(TrainerSection(tensor_parallel=2, sequence_parallel=True), odd, 2)
+    require_layout(TrainerSection(tensor_parallel=2), odd, 2)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,6 @@ def test_experts_have_feed_forward_parts_of_their_own_that_nothing_divides() -> 
             "tensor_parallel = 2 does not divide the model's 63 feed-forward size",
         ),
         (DENSE, 2, {"expert_parallel": 2}, "expert_parallel is 2, but the model has no experts: leave it at 1"),
-        (DENSE, 2, {"sequence_parallel": True}, "sequence_parallel = true needs trainer.tensor_parallel above 1"),
-        (EXPERTS, 2, {"tensor_parallel": 2}, "with a model of experts needs trainer.sequence_parallel = true"),
         (DENSE, 3, {"tensor_parallel": 2}, "3 training ranks (trainer.num_processes) cannot form replicas"),
         (EXPERTS, 3, {"expert_parallel": 2}, "expert_parallel = 2 does not divide the 3 ranks of a pipeline stage"),
     ],

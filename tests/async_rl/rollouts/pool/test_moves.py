@@ -97,7 +97,9 @@ def started_after(at: Member, waited_s: float) -> None:
 
 
 @pytest.mark.parametrize("start_s", [0.1, 3.0])
-def test_what_waits_at_a_wholly_silent_instance_moves_after_eight_times_the_others_longest_start(start_s: float) -> None:
+def test_what_waits_at_a_wholly_silent_instance_moves_after_eight_times_the_others_longest_start(
+    start_s: float,
+) -> None:
     silent, idle = member("silent"), member("idle")
     started_after(idle, start_s / 2)
     started_after(idle, start_s)
