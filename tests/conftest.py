@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import torch
 
 from async_rl.errors import ConfigError
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
     from trainer.parallel import Parallel
 
 torch.set_num_threads(1)
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # A tenth of what collecting tests takes; see `pytest_collection_finish`.
 gc.disable()

@@ -55,6 +55,24 @@ def test_every_module_that_the_architecture_names_is_in_the_tree() -> None:
     assert named and not [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)]
 
 
+def test_every_folder_that_the_architecture_names_is_in_the_tree() -> None:
+    folders = {
+        path.relative_to(ROOT).as_posix() for top in FOLDERS for path in (ROOT / top).rglob("*") if path.is_dir()
+    }
+    named = re.findall(r"`([\w/]+)/`", (ROOT / "docs" / "architecture.md").read_text())
+    bases = ("", "async_rl/", "async_rl/parts/", "async_rl/rollouts/", "trainer/", "deploy/", "inference_service/")
+    bases += ("async_rl/method/", "async_rl/shared/", "async_rl/records/", "async_rl/checks/")
+    assert named and not [name for name in named if not any(f"{base}{name}" in {*FOLDERS, *folders} for base in bases)]
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_empty_line_divides_a_table(doc: Path) -> None:
+    """Code hosts show the rest as plain text."""
+    text = re.sub(r"^```.*?^```$", "", doc.read_text(), flags=re.M | re.S)
+    tables = re.findall(r"^(?:\|.*\n)+", text, flags=re.M)
+    assert not [table[:80] for table in tables if not re.match(r"\|.*\n\|[-:| ]+\n", table)]
+
+
 def test_each_term_of_the_glossary_stands_in_the_file_that_it_names() -> None:
     rows = re.findall(r"^\| ([\w ,-]+) \| .* \| `([\w/.]+)` \|$", (ROOT / "docs" / "glossary.md").read_text(), re.M)
     assert len(rows) > 40

@@ -11,6 +11,9 @@ from async_rl.config.secrets import PLACE_OF_TOKEN
 from async_rl.config.section import NoOptions, Options, Section, read_options
 from async_rl.errors import ConfigError
 
+BUILT_IN = ("math", "multiple_choice", "exact", "f1", "regex", "reasoning_gym", "code", "http", "judge")
+"""Each is the file of its name in `async_rl/rollouts/rewards/`, or in an optional part."""
+
 
 class CodeOptions(Section):
     test_timeout_s: float = Field(3.0, gt=0, description="for one unit test of a response")
@@ -108,8 +111,7 @@ class RewardSettings(Section):
 
     name: str | None = Field(
         None,
-        description="math, multiple_choice, exact, f1, regex, reasoning_gym, code, http, judge, or "
-        "python:path/to/file.py:function; none if a program rewards itself",
+        description=f"{', '.join(BUILT_IN)}, or python:path/to/file.py:function; none if a program rewards itself",
     )
     correct_at: float | None = Field(
         None, description="the least reward of a correct response; by default what the reward itself declares"

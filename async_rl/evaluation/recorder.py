@@ -20,8 +20,6 @@ from async_rl.shared.files import append_lines, named_write_errors, write_file
 
 log = logging.getLogger(__name__)
 
-"""In the directory of a run."""
-
 
 @dataclass(frozen=True, slots=True)
 class SourceResult:

@@ -19,6 +19,9 @@ LENGTHS = struct.Struct(">IQ")
 
 Message = dict[str, Any]
 
+NO_PROMPT = -1
+"""In place of the index of a prompt: a failure of the producer itself."""
+
 encode_message = msgspec.msgpack.Encoder().encode
 decode_message = msgspec.msgpack.Decoder(Message).decode
 

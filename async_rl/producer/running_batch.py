@@ -13,7 +13,7 @@ from async_rl.errors import AsyncRLError, RolloutLost
 from async_rl.method.group_codec import pack
 from async_rl.method.types import Batch, Group, WeightVersion
 from async_rl.producer.dock import Docking, num_tokens
-from async_rl.producer.frames import Message, error_as_data
+from async_rl.producer.frames import NO_PROMPT, Message, error_as_data
 from async_rl.rollouts.groups.garbage import COLLECTIONS
 from async_rl.rollouts.groups.group_maker import GroupMaker
 from async_rl.rollouts.groups.idle_work import IdleWork
@@ -204,7 +204,7 @@ class RunningBatch:
     def _give(self, replica: int, item: Group | int) -> None:
         self._given[replica].put_nowait(item if isinstance(item, Group) else {"complete": item})
 
-    def _fail(self, error: BaseException, index: int | None = None) -> None:
+    def _fail(self, error: BaseException, index: int = NO_PROMPT) -> None:
         self._is_settled = True
         failure = {"failed": error_as_data(error), "index": index}
         for given in self._given:
@@ -227,14 +227,27 @@ class BatchStarts:
     def __init__(self) -> None:
         self._batch: RunningBatch | None = None
         """The last one that was started."""
+        self._failure: tuple[int, Exception] | None = None
+        """The last iteration whose batch could not be started, and why."""
         self._started = asyncio.Condition()
 
     async def of(self, replica: int, iteration: int, start: Callable[[], Awaitable[RunningBatch]]) -> RunningBatch:
-        """What `start` makes, which the first replica calls; the others wait for that."""
+        """What `start` makes, which the first replica calls; the others wait for that. Raises in all what it raises."""
         async with self._started:
             if replica == 0:
-                self._batch = await start()
+                self._failure = None
+                try:
+                    self._batch = await start()
+                except Exception as error:
+                    self._failure = iteration, error
                 self._started.notify_all()
-            await self._started.wait_for(lambda: self._batch is not None and self._batch.iteration == iteration)
+            await self._started.wait_for(lambda: self._is_decided(iteration))
+            if self._failure is not None and self._failure[0] == iteration:
+                raise self._failure[1]
             assert self._batch is not None
             return self._batch
+
+    def _is_decided(self, iteration: int) -> bool:
+        if self._failure is not None and self._failure[0] == iteration:
+            return True
+        return self._batch is not None and self._batch.iteration == iteration

@@ -54,7 +54,7 @@ class SampleQueue:
         self._due = [due - self._cancelled for due in self._due]
         self._groups = [[group for group in part if group.index not in self._cancelled] for part in self._groups]
 
-    def is_cancelled(self, index: int | None) -> bool:
+    def is_cancelled(self, index: int) -> bool:
         return index in self._cancelled
 
     def complete(self, number: int) -> None:

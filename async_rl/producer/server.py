@@ -8,9 +8,9 @@ clock and the host. Then, in frames of `frames.py`:
     rollouts, a replica  {"start": iteration}, of the first replica with "version", "first_reserve" and "mini_batches":
                             [[[index, prompt id], ...], ...]
                          -> {"groups": headers, "token_bytes"}, then both arrays ... {"complete": number of the
-                            mini-batch} | {"failed": error, "index": of its prompt, or -1}
+                            mini-batch} | {"failed": error, "index": of its prompt, or NO_PROMPT}
                          {"begin": [index, ...]}: trains these now, or waits;  {"cancel": [index, ...]}
-                         {"leave": waits} -> {"left": iteration}; that of the first replica ends the batch
+                         {"leave": waits} -> {"left": null}; that of the first replica ends the batch
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError, LeaderFailed, ProducerLost
 from async_rl.producer.connection import ALIVE, boot_id
-from async_rl.producer.frames import Message, error_as_data, error_from_data, frame, read_frame
+from async_rl.producer.frames import NO_PROMPT, Message, error_as_data, error_from_data, frame, read_frame
 from async_rl.producer.running_batch import RunningBatch
 
 log = logging.getLogger(__name__)
@@ -39,10 +39,6 @@ ALIVE_S = 1.0
 
 StartBatch = Callable[[int, Message], Awaitable[RunningBatch]]
 """(replica, its message) -> the running batch: the first replica's message starts it, the others wait for that."""
-
-
-NO_PROMPT = -1
-"""In place of the index of a prompt: a failure of the producer itself."""
 
 
 class ProducerServer:
@@ -208,8 +204,11 @@ class _LeaderLink:
                 assert self._batch is None, "the batch before has been left"
                 try:
                     self._batch = await self._start_batch(self._replica, message)
-                except AsyncRLError as error:
-                    _send(self._writer, {"failed": error_as_data(error)})
+                except Exception as error:
+                    # Another producer could not begin it either.
+                    if not isinstance(error, AsyncRLError):
+                        log.exception("the batch of iteration %s cannot be begun", message["start"])
+                    _send(self._writer, {"failed": error_as_data(error), "index": NO_PROMPT})
                     return
                 self._sending = asyncio.create_task(self._send_groups(self._batch))
             case {"begin": indices}:

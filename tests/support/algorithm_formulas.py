@@ -61,7 +61,9 @@ class Written:
     batch: Sequence[RandomGroup]
 
     def __getitem__(self, key: str) -> Any:
-        return (COMMON | DEFAULTS[self.settings["name"]] | self.settings).get(key)
+        name = self.settings["name"]
+        assert name in DEFAULTS, f"write the formula of {name!r} here, and its defaults in DEFAULTS"
+        return (COMMON | DEFAULTS[name] | self.settings).get(key)
 
     def rewards(self, group: RandomGroup) -> list[float]:
         """Shaped ones."""

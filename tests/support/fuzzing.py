@@ -78,7 +78,6 @@ def fuzz(
     @settings(
         max_examples=num_requests,
         database=None,
-        deadline=None,
         derandomize=True,
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),

@@ -57,7 +57,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 }
 """Per algorithm some of what cuts across, so that each of it is tested in the trainer."""
 assert EVERYTHING.keys() == {name for name, traits in TRAITS.items() if not traits.values}, (
-    "a critic is in test_critic.py"
+    "give each algorithm of TRAITS a row in EVERYTHING; one with a critic is in test_critic.py"
 )
 
 TAUGHT = ("distillation", "sapo")

@@ -75,7 +75,7 @@ def values_of(slices: Sequence[GroupSlice], tokens: Tokens) -> torch.Tensor:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     batches() | branched_batches(),
     st.sampled_from(["token", "sequence"]),

@@ -31,8 +31,6 @@ from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops, u
 from trainer.model.logprobs import Scores, response_logprobs
 from trainer.parallel import Parallel
 
-"""Log-probs and, where they are wanted, entropies; a critic's values."""
-
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     # The feed-forward part saves the most activations per row, flash attention few.

@@ -7,13 +7,13 @@ from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from async_rl.checks.preflight.user_file import PREFIX, require_function, signature_of
-from async_rl.config.reward_section import OPTIONS, CodeOptions, HTTPOptions, JudgeOptions, RewardSection
+from async_rl.config.reward_section import BUILT_IN, OPTIONS, CodeOptions, HTTPOptions, JudgeOptions, RewardSection
 from async_rl.config.secrets import masked_text
 from async_rl.config.section import NoOptions
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.rollouts.rewards.base import USED_SHARE
-from async_rl.rollouts.rewards.built_in import BUILT_IN, EXPECTED, PACKAGES
+from async_rl.rollouts.rewards.built_in import EXPECTED, PACKAGES
 from async_rl.rollouts.rewards.rubric import rubric_text
 from async_rl.rollouts.rewards.service import read_token
 from async_rl.rollouts.rewards.signatures import form_of

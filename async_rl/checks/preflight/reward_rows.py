@@ -1,7 +1,6 @@
 """Checks that rows have what the reward asks of them, as far as the first ones show: its part's name, an answer."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from async_rl.checks.preflight.data import NUM_ROWS
 from async_rl.checks.preflight.user_file import PREFIX, require_function, signature_of
@@ -11,16 +10,9 @@ from async_rl.rollouts.data.evaluation_prompts import HELD_OUT, prompts_of_set
 from async_rl.rollouts.data.part import Part, parts_of
 from async_rl.rollouts.data.prompts import first_rows
 from async_rl.rollouts.data.table_files import checked_rows
-from async_rl.rollouts.rewards.answers import accepted_answers, single_answer
+from async_rl.rollouts.rewards.readable_answers import ANSWERS
 from async_rl.rollouts.rewards.row_parts import labels_of
 from async_rl.rollouts.rewards.signatures import lacking
-
-ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "math": single_answer,
-    "exact": accepted_answers,
-    "f1": accepted_answers,
-}
-"""How the rewards that compare with an answer read it."""
 
 NUM_ANSWERS = 100
 """Rows whose answers are looked for: a column that is missing or misnamed shows in the first."""

@@ -76,9 +76,6 @@ class Attempts:
         return f"failed {total} times in a row, on {len(self._failures)} instances, without a token:{reasons}"
 
 
-"""Statuses that blame the request: every other instance would respond the same."""
-
-
 class GroupRollout:
     """The responses of one prompt, while they are generated."""
 

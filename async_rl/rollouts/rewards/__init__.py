@@ -4,10 +4,10 @@ All of them run in worker processes, so that none can block or crash the trainer
 asynchronous ones many concurrently on a loop of their own; each call within `reward.timeout_s`.
 """
 
-from async_rl.config.reward_section import RewardSection
+from async_rl.config.reward_section import BUILT_IN, RewardSection
 from async_rl.errors import ConfigError
 from async_rl.rollouts.rewards.base import Reward
-from async_rl.rollouts.rewards.built_in import BUILT_IN, EXPECTED
+from async_rl.rollouts.rewards.built_in import EXPECTED
 from async_rl.rollouts.rewards.composed_reward import ComposedReward
 from async_rl.rollouts.rewards.function import find_file
 from async_rl.rollouts.rewards.no_reward import NoReward

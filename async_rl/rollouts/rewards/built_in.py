@@ -1,11 +1,10 @@
-"""The rewards that are built in: each is the file of its name in this folder, or in that of an optional part."""
+"""What the built-in rewards need."""
 
+from async_rl.config.reward_section import BUILT_IN
 from async_rl.shared.programs.user_file import PREFIX
 
 PACKAGES = {"math": "math-verify", "reasoning_gym": "reasoning-gym"}
 """What to install for those that need more than Python; the module is called alike, with underscores."""
-
-BUILT_IN = ("math", "multiple_choice", "exact", "f1", "regex", "reasoning_gym", "code", "http", "judge")
 
 IN_PARTS = {"code": "sandbox"}
 """Reward -> the part that has its file."""

@@ -1,4 +1,7 @@
-"""Finds rows whose answers the run's reward could not read, before the run: it would end at their first use."""
+"""How the built-in rewards that compare with an answer read it: `ANSWERS` and `FAULTS`.
+
+Rows whose answers the run's reward could not read are found before the run, which would end at their first use.
+"""
 
 import re
 import threading
@@ -9,7 +12,7 @@ from typing import Any
 
 from async_rl.config.reward_section import RewardSection
 from async_rl.method.types import NO_CHECK, AnswerCheck
-from async_rl.rollouts.rewards.answers import accepted_answers
+from async_rl.rollouts.rewards.answers import accepted_answers, single_answer
 from async_rl.rollouts.rewards.multiple_choice import choices_of, right_choice
 from async_rl.rollouts.rewards.row_parts import labels_of
 from async_rl.rollouts.rewards.time_limit import TookTooLong, time_limit
@@ -71,10 +74,16 @@ def _fault_by(read: Callable[[Mapping[str, Any]], object]) -> Callable[[Mapping[
     return fault_of
 
 
+ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    MATH: single_answer,
+    "exact": accepted_answers,
+    "f1": accepted_answers,
+}
+"""Where the answer is in a row; ValueError where it is missing. Checked in the first rows before a run."""
+
 FAULTS: Mapping[str, Callable[[Mapping[str, Any]], str | None]] = {
     MATH: _fault_of_math,
-    "exact": _fault_by(accepted_answers),
-    "f1": _fault_by(accepted_answers),
+    **{name: _fault_by(ANSWERS[name]) for name in ("exact", "f1")},
     "multiple_choice": _fault_by(lambda row: right_choice(row, choices_of(row))),
 }
 """Why a built-in reward cannot read a row's answer, by its name; None if it can."""

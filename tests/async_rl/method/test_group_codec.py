@@ -95,7 +95,7 @@ def without_what_only_rollouts_need(group: Group) -> Group:
 
 
 @pytest.mark.parametrize("codec", [json, msgspec.msgpack], ids=["json", "msgpack"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(sent=st.lists(groups(), max_size=4), with_texts=st.booleans())
 def test_groups_arrive_as_they_were_sent(codec: Any, sent: list[Group], with_texts: bool) -> None:
     headers, tokens, logprobs = pack(sent, with_texts=with_texts)

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,20 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from async_rl.config.pool_section import PoolSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.errors import InstanceRefused, NoInstanceLeft, ProducerFailed, RewardError, RolloutLost, RunStopped
+from async_rl.errors import (
+    ConfigError,
+    InstanceRefused,
+    NoInstanceLeft,
+    ProducerFailed,
+    RewardError,
+    RolloutLost,
+    RunStopped,
+)
 from async_rl.method.types import Batch, Group, Prompt, Response, Scores
 from async_rl.producer.client import RemoteRun
 from async_rl.producer.dock import Docking
 from async_rl.producer.frames import error_as_data, frame
-from async_rl.producer.running_batch import RunningBatch
+from async_rl.producer.running_batch import BatchStarts, RunningBatch
 from async_rl.rollouts.groups.group_maker import SingleTurns
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.rewards import Reward, make_reward
@@ -197,6 +206,41 @@ def test_groups_that_cannot_be_sent_end_the_wait_for_them(
     with pytest.raises(ProducerFailed, match="surrogates not allowed"), run:
         drain(run)
     assert "the groups of replica 0 cannot be sent" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(ConfigError("no prompt 'row0'"), ConfigError), (KeyError("no prompt 'row0'"), ProducerFailed)],
+)
+def test_a_batch_that_cannot_be_begun_is_the_error_that_says_why(
+    instances, make_producer, monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception]
+) -> None:
+    async def begin(message: Any) -> RunningBatch:
+        raise error
+
+    producer = make_producer(*instances({}))
+    monkeypatch.setattr(producer, "_begin", begin)
+    with pytest.raises(raised, match="no prompt 'row0'"), producer.start(batch(2), "v1") as run:
+        drain(run)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_batch_that_cannot_be_begun_is_the_error_of_every_replica_and_the_next_one_may_begin(first: int) -> None:
+    async def broken() -> RunningBatch:
+        raise ConfigError("no prompt")
+
+    async def check() -> None:
+        starts = BatchStarts()
+        asked = [asyncio.create_task(starts.of(replica, 7, broken)) for replica in (first, 1 - first)]
+        assert [str(e) for e in await asyncio.gather(*asked, return_exceptions=True)] == ["no prompt"] * 2
+        again = SimpleNamespace(iteration=7)
+
+        async def sound() -> Any:
+            return again
+
+        assert await starts.of(0, 7, sound) is again and await starts.of(1, 7, broken) is again
+
+    asyncio.run(asyncio.wait_for(check(), 10.0))
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

@@ -138,7 +138,7 @@ def test_a_damaged_config_is_an_error_that_names_the_value(changes: dict[str, An
     assert message in str(error.value) and "model.path 'x'" in str(error.value)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from(sorted(CONFIGS)), st.booleans(), st.data())
 def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObject) -> None:
     def draw(*choices: float) -> Any:

@@ -37,7 +37,7 @@ def exposed(pool: InferencePool) -> dict[str, set[str]]:
 
 def test_it_asks_for_all_that_is_exposed_and_for_nothing_else(pool: InferencePool) -> None:
     asked = {name for query in QUERIES for name in re.findall(r"\basync_rl_\w+", query)}
-    assert asked == exposed(pool).keys()
+    assert asked == exposed(pool).keys(), "give each a panel in deploy/kubernetes/chart/files/dashboard.json"
 
 
 def test_it_groups_and_names_by_labels_that_are_there(pool: InferencePool) -> None:

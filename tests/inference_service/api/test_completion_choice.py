@@ -32,7 +32,7 @@ def formatter(body: CompletionRequest, *, with_text: bool = True) -> CompletionF
     return CompletionFormatter(3, body, (1, 2), Bytes() if with_text else None)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.text(max_size=8), st.lists(st.integers(0, 30), max_size=4), st.booleans(), st.booleans())
 def test_pieces_add_up_to_the_whole(text: str, cuts: list[int], as_token_ids: bool, with_text: bool) -> None:
     body = CompletionRequest.model_validate(

@@ -41,13 +41,13 @@ def parse(kind: str, more: dict[str, Any]) -> Any:
     return CompletionRequest.model_validate({"prompt": "x"} | more)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(BODIES, UNKNOWN, NOTHING)
 def test_an_unknown_field_that_asks_for_nothing_is_taken(kind: str, name: str, value: Any) -> None:
     assert parse(kind, {name: value}) == parse(kind, {})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(BODIES, UNKNOWN, SOMETHING)
 def test_an_unknown_field_that_asks_for_something_is_refused_by_name(kind: str, name: str, value: Any) -> None:
     with pytest.raises(ValidationError) as refused:

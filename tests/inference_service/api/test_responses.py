@@ -28,7 +28,7 @@ def samples(draw: st.DrawFn, num_top: int | None, max_size: int = 6) -> tuple[Sa
 NUM_TOP = st.sampled_from([None, 0, 1, 3])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), NUM_TOP, st.integers(1, 3))
 def test_a_client_reads_what_was_sampled(data: st.DataObject, num_top: int | None, n: int) -> None:
     choices = [Choice(data.draw(samples(num_top)), "stop", 7) for _ in range(n)]
@@ -53,7 +53,7 @@ def test_a_client_reads_what_was_sampled(data: st.DataObject, num_top: int | Non
             assert top == [(t, max(lp, LOWEST_LOGPROB), r) for t, lp, r in sample.top[:num_top]]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(samples(None, max_size=12), st.lists(st.integers(0, 12), max_size=4))
 def test_chunks_add_up_and_their_spans_cover_the_whole_output_so_far(
     sampled: tuple[Sample, ...], cuts: list[int]

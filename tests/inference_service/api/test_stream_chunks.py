@@ -67,7 +67,7 @@ async def read(body: CompletionRequest, some: Sequence[Stream]) -> list[tuple[di
     return [(json.loads(data), is_last) async for data, is_last in chunks]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3))
 def test_streams_of_several_prompts_are_told_as_one(data: st.DataObject, num_prompts: int, n: int) -> None:
     some = [data.draw(streams(n, 100 * i)) for i in range(num_prompts)]
@@ -86,7 +86,7 @@ def test_streams_of_several_prompts_are_told_as_one(data: st.DataObject, num_pro
     assert all(stream.closed for stream in some)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), st.integers(1, 4))
 def test_the_last_chunk_of_a_generate_stream_is_the_one_in_which_the_last_choice_ends(
     data: st.DataObject, n: int
@@ -122,7 +122,7 @@ def test_an_answer_that_is_closed_early_closes_its_streams() -> None:
     asyncio.run(leave())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(stream=streams(3, 0))
 def test_frames_have_the_tokens_log_probs_ends_and_versions_of_the_chunks(stream: Stream) -> None:
     async def scenario() -> tuple[list[Any], list[Any]]:

@@ -15,7 +15,7 @@ def expected(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen
     return scores.softmax(-1) @ values.double()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 70), min_size=1, max_size=5), st.integers(1, 40))
 def test_merged_parts_are_attention_to_all_keys(seed: int, lengths: list[int], num_other: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -49,7 +49,7 @@ def test_causal_attention_sees_no_later_key() -> None:
     assert lse.shape == (1, 2, 9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.dictionaries(st.integers(0, 60), st.integers(1, 200), max_size=20))
 def test_bands_contain_every_slot_once_and_are_never_dearer_than_one_by_one(widths: dict[int, int]) -> None:
     found = bands(widths)

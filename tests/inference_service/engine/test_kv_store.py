@@ -34,7 +34,7 @@ def get(place: Place, length: int) -> torch.Tensor:
 
 
 @pytest.mark.computes
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 2**32), st.integers(300, 6000))
 def test_contents_survive_any_order_of_operations(seed: int, max_tokens: int) -> None:
     rng = random.Random(seed)

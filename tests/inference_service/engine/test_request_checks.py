@@ -10,7 +10,7 @@ from inference_service.engine_interface import Limits, RequestRefused, check_req
 TOKENS = st.integers(-2, 7)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     prompt=st.lists(TOKENS, max_size=6),
     limits=st.builds(Limits, max_model_len=st.integers(1, 8), vocab_size=st.integers(2, 6)),

@@ -45,7 +45,7 @@ def attends(some: Segments, row: int, column: int) -> bool:
     return False
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(segments())
 def test_the_mask_is_that_of_every_pair(some: Segments) -> None:
     num_kv = some.self_kv_start + some.num_rows

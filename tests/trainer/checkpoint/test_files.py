@@ -54,7 +54,7 @@ def write(directory: Path, iteration: int, files: dict[str, bytes], **content: A
     return final
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ITERATIONS)
 def test_whole_checkpoints_are_in_the_order_of_their_iterations_and_nothing_else_is_one(iterations: set[int]) -> None:
     with fresh_directory() as directory:
@@ -68,7 +68,7 @@ def test_whole_checkpoints_are_in_the_order_of_their_iterations_and_nothing_else
     assert whole_checkpoints(directory) == [], "there is no such directory any more"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ITERATIONS, st.integers(1, 8))
 def test_the_newest_are_kept_and_nothing_is_left_of_the_others(iterations: set[int], num_kept: int) -> None:
     with fresh_directory() as directory:
@@ -88,7 +88,7 @@ def test_what_killed_runs_left_is_removed_and_whole_checkpoints_are_not(tmp_path
     assert list(tmp_path.iterdir()) == [whole]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.dictionaries(st.text().filter(lambda name: name not in ("files", "format")), JSON, max_size=4), FILES)
 def test_a_manifest_says_what_was_sealed_and_finds_no_damage(content: dict[str, Any], files: dict[str, bytes]) -> None:
     with fresh_directory() as directory:
@@ -99,7 +99,7 @@ def test_a_manifest_says_what_was_sealed_and_finds_no_damage(content: dict[str, 
         assert find_damage(path, manifest["files"]) is None
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(FILES, st.data())
 def test_any_change_of_a_file_is_found_and_named(files: dict[str, bytes], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(files)))
@@ -119,7 +119,7 @@ def test_any_change_of_a_file_is_found_and_named(files: dict[str, bytes], data: 
         assert error is not None and f"{str(path)!r} is damaged: {name} " in str(error)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_an_altered_manifest_is_refused(data: st.DataObject) -> None:
     with fresh_directory() as directory:

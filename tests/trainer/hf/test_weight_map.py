@@ -30,7 +30,7 @@ def numbered(*sizes: int) -> torch.Tensor:
     return torch.arange(torch.Size(sizes).numel()).view(sizes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIZES, SIZES, SIZES, st.sampled_from([(), (3,)]))
 def test_queries_keys_and_values_stand_head_by_head(
     num_kv: int, queries_per_kv: int, head_dim: int, rest: tuple[int, ...]
@@ -49,7 +49,7 @@ def test_queries_keys_and_values_stand_head_by_head(
         assert torch.equal(found, part)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(SIZES, SIZES)
 def test_stacked_parts_stand_one_after_the_other(num_parts: int, size: int) -> None:
     parts = [numbered(size, 3) + 100 * i for i in range(num_parts)]

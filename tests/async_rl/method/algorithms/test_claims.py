@@ -60,7 +60,7 @@ def rows_of_the_table() -> dict[str, list[str]]:
 
 def test_the_table_has_the_defaults_of_every_algorithm() -> None:
     rows = rows_of_the_table()
-    assert list(rows) == list(ALGORITHMS)
+    assert list(rows) == list(ALGORITHMS), "docs/algorithms.md has a row for each, in the order of ALGORITHMS"
     for name, cells in rows.items():
         normalize, clip, scale = (cell.strip(' "') for cell in cells[-3:])
         cls = ALGORITHMS[name]

@@ -91,7 +91,7 @@ def test_the_sum_over_groups_does_not_depend_on_how_they_are_cut() -> None:
     torch.testing.assert_close(whole.loss, first.loss + second.loss, rtol=1e-14, atol=1e-14)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     branches=st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=4),
     normalize=st.sampled_from(["token", "sequence"]),
@@ -146,7 +146,6 @@ def exact_advantages(rewards: list[float], scale_by_std: bool) -> list[float]:
     return [float((reward - mean) / (std + Fraction(1e-6))) for reward in exact]
 
 
-@settings(deadline=None)
 @given(rewards=REWARDS, scale_by_std=st.booleans())
 def test_advantages_are_the_exact_ones_within_the_rounding_of_rewards(rewards: list[float], scale_by_std: bool) -> None:
     advantages = algorithm_of(scale_by_std=scale_by_std).advantages(rollouts_of(rewards), None)
@@ -161,7 +160,6 @@ def test_advantages_are_the_exact_ones_within_the_rounding_of_rewards(rewards: l
     assert advantages.tolist() == pytest.approx(expected, rel=1e-9, abs=4 * off + 1e-300)
 
 
-@settings(deadline=None)
 @given(
     reward=st.one_of(st.sampled_from([0.0, -0.0, *SCALES]), st.floats(-1e30, 1e30)),
     group_size=st.one_of(st.integers(1, 20), st.just(1024)),

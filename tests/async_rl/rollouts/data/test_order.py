@@ -12,7 +12,7 @@ from async_rl.rollouts.data.order import CYCLE, PartOrder, Schedule, shares_of
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(WEIGHTS, st.integers(0, 10**7), st.integers(1, 3000))
 def test_any_stretch_of_places_has_each_part_by_its_weight(weights: list[float], first: int, length: int) -> None:
     schedule = Schedule(weights)
@@ -23,7 +23,7 @@ def test_any_stretch_of_places_has_each_part_by_its_weight(weights: list[float],
         assert abs(counts[part] - length * share) < 2 + 2 * len(weights) * (length / CYCLE + 1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(WEIGHTS, st.integers(0, 3 * CYCLE))
 def test_a_part_has_its_places_without_a_gap(weights: list[float], first: int) -> None:
     schedule = Schedule(weights)
@@ -42,7 +42,7 @@ def test_weights_hold_in_every_batch() -> None:
         assert all(abs(counts[part] - 2 * (3 - part)) <= 1 for part in range(3))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.integers(0, 2**63 - 1),
     st.sampled_from(["", "a", "b"]),

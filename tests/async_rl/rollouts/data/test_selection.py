@@ -30,7 +30,7 @@ def texts_of(parts: list[list[int]], chosen: list[Indices]) -> list[int]:
 PARTS = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=40), min_size=1, max_size=3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(PARTS, st.booleans(), st.one_of(st.floats(0, 0.99), st.integers(1, 20)))
 def test_every_text_is_trained_on_or_held_out(parts: list[list[int]], deduplicate: bool, held_out: float) -> None:
     chosen = select(tables(parts), deduplicate=deduplicate, held_out=held_out)

@@ -88,7 +88,7 @@ class CircuitMachine(RuleBasedStateMachine):
 
 
 TestCircuit = CircuitMachine.TestCase
-TestCircuit.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestCircuit.settings = settings(max_examples=25, stateful_step_count=20)
 
 
 def test_one_failure_is_an_incident_however_many_requests_it_ends() -> None:

@@ -241,5 +241,5 @@ class AnyHistory(RuleBasedStateMachine):
                 assert (standing.url, standing.boot_id) in self.evidence
 
 
-AnyHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+AnyHistory.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 test_no_history_makes_an_instance_ready_without_evidence = AnyHistory.TestCase

@@ -74,7 +74,7 @@ def command_lines(draw: st.DrawFn) -> tuple[list[str], dict[str, Any]]:
     return [word for part in draw(st.permutations(parts)) for word in part], values
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(command_lines())
 def test_any_order_of_options_and_positional_is_the_same_config(
     config_file: Path, line: tuple[list[str], dict[str, Any]]
