@@ -13,7 +13,7 @@ from async_rl.errors import PublishError
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from async_rl.shared.weights.snapshot import read_snapshot
 from async_rl.shared.weights.store import join_rendezvous
-from async_rl.shared.weights.stream import Fingerprint, TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import Fingerprint, TensorSpec, WeightGroup, fingerprint_on
 from inference_service.engine_interface import RequestRefused
 
 
@@ -138,7 +138,7 @@ class WeightReceiver:
             PublishError: no group was joined, or the transfer failed; the group is then left, and a new one must be
                 joined.
         """
-        fingerprint = Fingerprint()
+        fingerprint = Fingerprint() if update.snapshot or self._group is None else fingerprint_on(self._group.device)
         tensors = (
             self._from_group(specs, into or {})
             if update.snapshot is None

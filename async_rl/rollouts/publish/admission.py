@@ -14,11 +14,12 @@ from async_rl.shared.protocol.inference import UpdateInfo
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Given to a late joiner: the version in training, where to read it (`info.snapshot`), and its fingerprint."""
+    """The version in training: what instances received, and what a late joiner reads (`info.snapshot`)."""
 
     version: WeightVersion
     info: UpdateInfo
     fingerprint: str
+    snapshot_fingerprint: str
 
 
 class Admission:
@@ -63,4 +64,4 @@ class Admission:
 
     async def _load(self, member: Member, offer: Offer) -> None:
         await receive(member.client, offer.info, self._timeout_s)
-        await put_in_service(member.client, offer.fingerprint, offer.version, self._timeout_s)
+        await put_in_service(member.client, offer.snapshot_fingerprint, offer.version, self._timeout_s)

@@ -224,14 +224,15 @@ class Publisher:
             sent = self._sender.write_snapshot(version)
             read = info.model_copy(update={"snapshot": sent.snapshot})
             self._ask(members, lambda member: receive(member.client, read, self._config.timeout_s))
-            return Offer(version, read, sent.fingerprint), self._remaining(members)
+            return Offer(version, read, sent.fingerprint, sent.snapshot_fingerprint), self._remaining(members)
         left, received = list(members), None
         while left and received is None:
             received = self._broadcast.move(left, info, version)
             left = self._remaining(left)
         if received is None:
             return None, []
-        return Offer(version, info.model_copy(update={"snapshot": received.snapshot}), received.fingerprint), left
+        read = info.model_copy(update={"snapshot": received.snapshot})
+        return Offer(version, read, received.fingerprint, received.snapshot_fingerprint), left
 
     def _put_in_service(self, members: Sequence[Member], offer: Offer) -> list[Member]:
         """Those of `members` that hold the sent weights and, as far as they are probed, compute with them."""

@@ -64,6 +64,8 @@ class Sent:
     fingerprint: str = ""
     snapshot: str | None = None
     """The file in which it is, too."""
+    snapshot_fingerprint: str = ""
+    """What an instance finds that reads the file: another one than the stream's, if that was sent between devices."""
     problem: str | None = None
 
 

@@ -18,7 +18,7 @@ from async_rl.shared.net.local_address import addresses_of, is_loopback
 from async_rl.shared.protocol.inference import InitInfo
 from async_rl.shared.weights.collectives import current_device
 from async_rl.shared.weights.store import StoreServer
-from async_rl.shared.weights.stream import BUCKET_BYTES, WeightGroup
+from async_rl.shared.weights.stream import WeightGroup, bucket_bytes_of
 
 COMING_TIMEOUT_S = 2.0
 POLL_S = 0.01
@@ -84,7 +84,7 @@ class Rendezvous:
                     "rank_offset": offset,
                     "world_size": self._world_size,
                     "backend": self._backend,
-                    "bucket_bytes": BUCKET_BYTES,
+                    "bucket_bytes": bucket_bytes_of(self._backend),
                     "timeout_s": config.timeout_s,
                 }
             )

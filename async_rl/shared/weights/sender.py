@@ -10,7 +10,7 @@ from async_rl.shared.protocol.sender import Forming, Invitations, Score, SenderF
 from async_rl.shared.weights.nccl_version import UNKNOWN, nccl_version
 from async_rl.shared.weights.rendezvous import Rendezvous, sender_address
 from async_rl.shared.weights.snapshot_store import SnapshotStore
-from async_rl.shared.weights.stream import BUCKET_BYTES, MakeStream, Stream, TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import Fingerprint, MakeStream, Stream, TensorSpec, WeightGroup, bucket_bytes_of
 
 
 def _no_score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -99,17 +99,22 @@ class WeightSender:
 
     def send(self, version: str) -> Sent:
         group = self._group
+        # Of a group on the host it is the group's own.
+        of_file = None if group.device.type == "cpu" else Fingerprint()
         try:
-            fingerprint = group.send(self._written_too(version), BUCKET_BYTES)
+            fingerprint = group.send(self._written_too(version, of_file), bucket_bytes_of(self._backend))
         except PublishError as error:
             # As text, because its traceback would keep the broken group's connections open.
             return Sent(problem=str(error))
-        return Sent(fingerprint, str(self._snapshots.commit()) if self._snapshots is not None else None)
+        if self._snapshots is None:
+            return Sent(fingerprint)
+        written = fingerprint if of_file is None else of_file.hexdigest()
+        return Sent(fingerprint, str(self._snapshots.commit()), written)
 
     def write_snapshot(self, version: str) -> Sent:
         assert self._snapshots is not None, "the snapshot transport needs publish.snapshot_dir"
         fingerprint = self._snapshots.begin(version, self._source.specs).write(self._source.stream())
-        return Sent(fingerprint, str(self._snapshots.commit()))
+        return Sent(fingerprint, str(self._snapshots.commit()), fingerprint)
 
     def leave_group(self) -> None:
         rendezvous, self._rendezvous = self._rendezvous, None
@@ -128,11 +133,11 @@ class WeightSender:
         if self._snapshots is not None:
             self._snapshots.close()
 
-    def _written_too(self, version: str) -> Stream:
-        """The stream, also written to a snapshot as it passes if there is a store."""
+    def _written_too(self, version: str, fingerprint: Fingerprint | None) -> Stream:
+        """The stream, also written to a snapshot as it passes if there is a store; that is added to `fingerprint`."""
         if self._snapshots is None:
             return self._source.stream()
-        return self._snapshots.begin(version, self._source.specs).tee(self._source.stream())
+        return self._snapshots.begin(version, self._source.specs).tee(self._source.stream(), fingerprint)
 
     @property
     def _forming(self) -> Rendezvous:

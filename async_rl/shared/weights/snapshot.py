@@ -54,8 +54,12 @@ class SnapshotWriter:
         except OSError as error:
             raise self._cannot_write(error) from error
 
-    def tee(self, stream: Stream) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
+    def tee(
+        self, stream: Stream, fingerprint: Fingerprint | None = None
+    ) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
         """Yields the stream unchanged, each tensor after it was written; closing it closes the stream.
+
+        What is written is added to `fingerprint`.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -63,7 +67,10 @@ class SnapshotWriter:
         items = iter(stream)
         try:
             for spec, tensor in items:
-                self._add(spec, tensor.detach().contiguous().view(-1).view(torch.uint8).cpu())
+                data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
+                self._add(spec, data)
+                if fingerprint is not None:
+                    fingerprint.add(spec, data)
                 yield spec, tensor
         finally:
             if isinstance(items, Generator):
@@ -72,9 +79,9 @@ class SnapshotWriter:
     def write(self, stream: Stream) -> str:
         """Writes a whole stream and returns its fingerprint; raises as `tee` does."""
         fingerprint = Fingerprint()
-        with closing(self.tee(stream)) as items:
-            for spec, tensor in items:
-                fingerprint.add(spec, tensor.detach().contiguous().view(-1).view(torch.uint8))
+        with closing(self.tee(stream, fingerprint)) as items:
+            for _ in items:
+                pass
         return fingerprint.hexdigest()
 
     def commit(self) -> Path:

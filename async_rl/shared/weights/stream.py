@@ -1,10 +1,11 @@
 """The weight transport, both ends of it: a group of one sender and all receivers, buckets, and the fingerprint.
 
 The trainer's first rank is rank 0 and the only source; every worker of every inference instance is one more rank.
-Tensors are sent in a given order by `torch.distributed` broadcast (gloo, nccl or hccl): large ones alone, directly
-between their own memory, small ones packed into buckets. One message is hashed while another is sent. Before each
-update every receiver announces through the group's store that it accepted the list of tensors, and waits there; the
-sender broadcasts only then, so a refused list blocks nobody in a collective.
+Tensors are sent in a given order by `torch.distributed` broadcast (gloo, nccl or hccl): with gloo large ones alone,
+directly between their own memory, small ones packed into buckets; between devices all are packed. One message is hashed
+while another is sent, on the host for gloo, on the device for nccl and hccl. Before each update every receiver
+announces through the group's store that it accepted the list of tensors, and waits there; the sender broadcasts only
+then, so a refused list blocks nobody in a collective.
 """
 
 import time
@@ -13,9 +14,11 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from math import prod
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import xxhash
 
@@ -33,8 +36,12 @@ has announced that it is ready, so less would leave a fast link with a long dela
 BUCKET_BYTES = 64 * 2**20
 """One broadcast carries so many at most: few messages, and little memory beside the weights."""
 
+DEVICE_BUCKET_BYTES = 320 * 2**20
+"""The same between devices, where a message costs about a millisecond: fewer than 200 for Qwen3-30B-A3B, whose experts
+have 3 MiB a matrix."""
+
 ALONE_BYTES = 2**20
-"""A tensor of this size is sent alone: copying it into a bucket costs more than a message."""
+"""With gloo a tensor of this size is sent alone: copying it into a bucket costs more than a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,11 @@ MakeStream = Callable[[], Stream]
 """Starts the stream of a publish; each tensor keeps its values until the stream has ended."""
 
 
+def bucket_bytes_of(backend: str) -> int:
+    """Of each broadcast in a group of this backend."""
+    return BUCKET_BYTES if backend == "gloo" else DEVICE_BUCKET_BYTES
+
+
 class Fingerprint:
     """xxh3-128 over the stream: per tensor its name, dtype, shape and bytes, folded in stream order.
 
@@ -80,14 +92,85 @@ class Fingerprint:
         return self._fold.hexdigest()
 
 
+SUMMED_BYTES = 64 * 2**20
+"""Tensors are summed together until they have so many bytes: small ones would each cost some launches of kernels."""
+
+BLOCK_WORDS = 2**20
+
+
+class DeviceFingerprint:
+    """As `Fingerprint`, computed where the tensors are: 16 bytes for each `SUMMED_BYTES` come to the host, at the end.
+
+    Per run of tensors two sums over its 32-bit words w, mod 2^64, with odd pseudo-random multipliers a:
+    sum_k a_k sum_j a_j w_kj, k the block of `BLOCK_WORDS` and j the place in it. Integers add up to the same in any
+    order, on any device. One changed word always shows, since an odd number times its difference is not 0 mod 2^64;
+    other changes do unless both sums agree by chance. It finds faults, not forgers.
+    """
+
+    def __init__(self) -> None:
+        self._fold = xxhash.xxh3_128()
+        self._parts: list[torch.Tensor] = []
+        self._num_bytes = 0
+        self._sums: list[torch.Tensor] = []
+
+    def add(self, spec: TensorSpec, data: torch.Tensor) -> None:
+        """Adds one tensor; `data` is its uint8 view, [num_bytes], which keeps its values until the digest is taken."""
+        self._fold.update(f"{spec.name}|{spec.dtype_name}|{spec.shape}|".encode())
+        self._parts.append(data)
+        self._num_bytes += data.numel()
+        if self._num_bytes >= SUMMED_BYTES:
+            self._sum_up()
+
+    def hexdigest(self) -> str:
+        if self._parts:
+            self._sum_up()
+        if self._sums:
+            self._fold.update(torch.stack(self._sums).cpu().numpy().tobytes())
+        return self._fold.hexdigest()
+
+    def _sum_up(self) -> None:
+        data = torch.cat([*self._parts, self._parts[0].new_zeros(-self._num_bytes % 4)])
+        self._sums.append(_word_sums(data.view(torch.int32)))
+        self._parts, self._num_bytes = [], 0
+
+
+def _word_sums(words_N: torch.Tensor) -> torch.Tensor:
+    """Both sums of a run of words, int64 [2]."""
+    multipliers_2J = _multipliers(words_N.device)
+    sums = []
+    for k, block_J in enumerate(words_N.split(BLOCK_WORDS)):
+        wide_J = block_J.to(torch.int64)
+        inner_2 = (multipliers_2J[:, : len(wide_J)] * wide_J).sum(1)
+        sums.append(inner_2 * multipliers_2J[:, k])
+    return torch.stack(sums).sum(0)
+
+
+@cache
+def _multipliers(device: torch.device) -> torch.Tensor:
+    """Odd pseudo-random numbers, int64 [2, BLOCK_WORDS]: splitmix64 of 0, 1, ..."""
+    state = np.arange(1, 2 * BLOCK_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    odd = (state ^ (state >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(odd.view(np.int64).reshape(2, BLOCK_WORDS)).to(device)
+
+
+def fingerprint_on(device: torch.device) -> Fingerprint | DeviceFingerprint:
+    """That of a weight group whose tensors are on `device`."""
+    return Fingerprint() if device.type == "cpu" else DeviceFingerprint()
+
+
 def buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
     """Cuts the stream into consecutive runs of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
     return _cut(specs, lambda spec: spec.num_bytes, bucket_bytes, alone_bytes=None)
 
 
-def _messages(items: Iterable[T], spec_of: Callable[[T], TensorSpec], bucket_bytes: int) -> Iterator[list[T]]:
-    """The tensors of each broadcast; both ends derive the same division from the same specs and size."""
-    return _cut(items, lambda item: spec_of(item).num_bytes, bucket_bytes, ALONE_BYTES)
+def messages(
+    items: Iterable[T], spec_of: Callable[[T], TensorSpec], bucket_bytes: int, device: torch.device
+) -> Iterator[list[T]]:
+    """The tensors of each broadcast; both ends derive the same division, from specs, size and kind of device."""
+    alone_bytes = ALONE_BYTES if device.type == "cpu" else None
+    return _cut(items, lambda item: spec_of(item).num_bytes, bucket_bytes, alone_bytes)
 
 
 def _cut(
@@ -169,6 +252,11 @@ class WeightGroup:
                 f"{store.address}: {error}"
             ) from error
 
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self._collectives.device
+
     @staticmethod
     def has_come(store: RendezvousStore, rank: int) -> bool:
         """Whether a member has come to the rendezvous, also one that failed there later."""
@@ -201,12 +289,12 @@ class WeightGroup:
         completely, since other ranks may take part in it.
         """
         self._num_updates += 1
-        fingerprint = Fingerprint()
-        in_flight: deque[_Message] = deque()
         device = self._collectives.device
+        fingerprint = fingerprint_on(device)
+        in_flight: deque[_Message] = deque()
         try:
             self._store.set(self._go(), "go")
-            for items in _messages(stream, lambda item: item[0], bucket_bytes):
+            for items in messages(stream, lambda item: item[0], bucket_bytes, device):
                 parts = [tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in items]
                 data = parts[0] if len(parts) == 1 else torch.cat(parts)
                 in_flight.append(self._start(data, [spec for spec, _ in items]))
@@ -234,7 +322,7 @@ class WeightGroup:
         destinations = into or {}
         in_flight: deque[_Message] = deque()
         try:
-            for message in _messages(specs, lambda spec: spec, bucket_bytes):
+            for message in messages(specs, lambda spec: spec, bucket_bytes, self.device):
                 arrived = []
                 while _is_full(in_flight):
                     arrived.append(in_flight.popleft())

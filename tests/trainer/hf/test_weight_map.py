@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.shared.model_shape import Experts, ModelShape
+from async_rl.shared.weights.stream import TensorSpec, bucket_bytes_of, messages
 from trainer.hf.weight_map import COLUMNS, EMBEDDING, ROWS, GroupedQKV, Layout, Stacked, tied_head, weight_map
 
 SIZES = st.integers(1, 4)
@@ -116,3 +117,15 @@ def test_a_tied_head_is_a_copy_on_the_last_stage_of_several(layout: Layout) -> N
     if entry is not None:
         assert entry.hf_shapes == {EMBEDDING: (48, 24)} and entry.stage == layout.pp_size - 1
     assert tied_head(shape("qwen3", tied=False), layout) is None
+
+
+def test_a_group_on_a_device_packs_the_experts_of_a_large_model_into_few_messages() -> None:
+    """Qwen3-30B-A3B as its config.json has it: 18,867 tensors in bfloat16."""
+    experts = Experts(num_experts=128, top_k=8, ffn_size=768, renormalized=True)
+    sizes = ModelShape("qwen3_moe", 48, 2048, 6144, 32, 4, 128, 151_936, 1e-6, 1e6, None, tied=False, experts=experts)
+    shapes = {name: shape for entry in weight_map(sizes) for name, shape in entry.hf_shapes.items()}
+    specs = [TensorSpec(name, "bfloat16", tuple(shape)) for name, shape in shapes.items()]
+    assert len(specs) == 18_867 and sum(spec.num_bytes for spec in specs) > 60e9
+    of_device = list(messages(specs, lambda spec: spec, bucket_bytes_of("nccl"), torch.device("cuda")))
+    assert len(of_device) < 200 and [spec for each in of_device for spec in each] == specs
+    assert all(sum(spec.num_bytes for spec in each) <= 700e6 for each in of_device)

@@ -13,7 +13,7 @@ from async_rl.rollouts.publish.admission import Admission, Offer
 from async_rl.shared.protocol.inference import UpdateInfo
 from tests.support.members import ready_member
 
-OFFER = Offer("v1", UpdateInfo(names=["a"], dtype_names=["float32"], shapes=[[2]], snapshot="/dev/shm/x"), "f")
+OFFER = Offer("v1", UpdateInfo(names=["a"], dtype_names=["float32"], shapes=[[2]], snapshot="/dev/shm/x"), "g", "f")
 
 
 class Instance:
