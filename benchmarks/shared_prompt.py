@@ -71,7 +71,7 @@ SHAPE = ModelShape(
     vocab_size=1000,
     norm_eps=1e-6,
     rope_theta=1e6,
-    rope_factor=None,
+    rope=None,
     tied=False,
 )
 

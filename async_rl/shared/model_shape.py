@@ -10,22 +10,47 @@ from typing import Any
 
 from async_rl.errors import ConfigError
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama", "mistral", "smollm3", "seed_oss")
 """`model_type` of the models that the trainer supports."""
 
-QWEN3_HEAD_DIM = 128
+HEAD_DIMS = {"qwen3": 128, "seed_oss": 128}
 """Where config.json leaves it out; the other families divide the hidden size among the heads."""
 
 NORM_EPS, ROPE_THETA = 1e-6, 10_000.0
 """Where config.json leaves them out."""
+
+THETAS = {"smollm3": 2_000_000.0}
+"""Of families with another `ROPE_THETA`."""
+
+TIED, BIASED = ("smollm3",), ("seed_oss",)
+"""Families whose tie_word_embeddings, and attention_bias, is true where config.json leaves it out."""
+
+MISTRALS_WINDOW = 4096
+"""Where its config.json leaves it out; null is none."""
+
+NOPE_INTERVAL = 4
+"""Of smollm3, where config.json leaves it out: every fourth layer has no rotary embedding."""
 
 LARGEST_SIZE, LARGEST_NUMBER = 2**31, 1e30
 """Of any one dimension, and of other numbers: larger ones are damaged files."""
 
 FULL = "full_attention"
 
-LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The constants of llama3 rope scaling that are fixed in Megatron's RotaryEmbedding; only the factor can be set."""
+ORIGINAL = "original_max_position_embeddings"
+
+ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
+    "yarn": (
+        ("factor",),
+        (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""Kinds of rotary embeddings whose angles depend on the position only: the keys that each needs, and may have."""
+
+ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+"""What any of them may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +67,20 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Rope:
+    """Scaled rotary embeddings: one of `ROPE_KINDS`, and its parameters by their names in config.json."""
+
+    kind: str
+    parameters: tuple[tuple[str, float | int | bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes and features of one decoder-only model.
 
-    `rope_factor` is the llama3 scaling factor, or None for plain rotary embeddings. `tied` means that the output layer
-    uses the embedding's weights. `experts` replace, in every layer, one feed-forward part of `ffn_size`. With
-    `gives_values` the output layer is a critic's head, which no checkpoint's config says.
+    `rope` is None for plain rotary embeddings, which `unrotated_layers` (from 1) have none of. `tied` means that the
+    output layer uses the embedding's weights. `experts` replace, in every layer, one feed-forward part of `ffn_size`.
+    With `gives_values` the output layer is a critic's head, which no checkpoint's config says.
     """
 
     family: str
@@ -60,10 +93,11 @@ class ModelShape:
     vocab_size: int
     norm_eps: float
     rope_theta: float
-    rope_factor: float | None
+    rope: Rope | None
     tied: bool
     experts: Experts | None = None
     gives_values: bool = False
+    unrotated_layers: frozenset[int] = frozenset()
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], named: str) -> "ModelShape":
@@ -105,7 +139,7 @@ class ModelShape:
                 raise damaged(named, "num_experts_per_tok", top_k, f"at most its {num_experts} experts")
             experts = Experts(num_experts, top_k, size("moe_intermediate_size"), _flag(named, "norm_topk_prob", config))
         _, rope = _rope(config)
-        theta = rope.get("rope_theta", config.get("rope_theta", ROPE_THETA))
+        theta = rope.get("rope_theta", config.get("rope_theta", THETAS.get(family, ROPE_THETA)))
         return cls(
             family=family,
             num_layers=size("num_hidden_layers"),
@@ -113,13 +147,14 @@ class ModelShape:
             ffn_size=size("intermediate_size"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=size("head_dim", default=QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads),
+            head_dim=size("head_dim", default=HEAD_DIMS.get(family, hidden // heads)),
             vocab_size=size("vocab_size"),
             norm_eps=_positive(named, "rms_norm_eps", config.get("rms_norm_eps", NORM_EPS)),
             rope_theta=_positive(named, "rope_theta", theta),
-            rope_factor=_positive(named, "factor", rope.get("factor")) if _rope_type(rope) == "llama3" else None,
-            tied=_flag(named, "tie_word_embeddings", config),
+            rope=_scaled_rope(config, rope, named),
+            tied=_flag(named, "tie_word_embeddings", config, default=family in TIED),
             experts=experts,
+            unrotated_layers=_unrotated_layers(config, size("num_hidden_layers"), named),
         )
 
     def as_critic(self) -> "ModelShape":
@@ -128,7 +163,7 @@ class ModelShape:
 
     @property
     def qkv_bias(self) -> bool:
-        return self.family == "qwen2"
+        return self.family in ("qwen2", *BIASED)
 
     @property
     def qk_norm(self) -> bool:
@@ -195,20 +230,60 @@ def _positive(named: str, key: str, value: Any) -> float:
     return float(value)
 
 
-def _flag(named: str, key: str, config: Mapping[str, Any]) -> bool:
+def _flag(named: str, key: str, config: Mapping[str, Any], *, default: bool = False) -> bool:
     value = config.get(key)
     if value is not None and type(value) is not bool:
         raise damaged(named, key, value, "true or false")
-    return bool(value)
+    return default if value is None else value
+
+
+def _scaled_rope(config: Mapping[str, Any], rope: Mapping[str, Any], named: str) -> Rope | None:
+    kind = str(_rope_type(rope))
+    if kind == "default":
+        return None
+    needed, possible = ROPE_KINDS[kind]
+    given = {key: rope[key] for key in (*needed, *possible) if rope.get(key) is not None}
+    if ORIGINAL in possible:
+        # A config may have it beside these, and that one counts.
+        given[ORIGINAL] = config.get(ORIGINAL) or given.get(ORIGINAL) or config.get("max_position_embeddings")
+    for key in given.keys() | needed:
+        if key == "truncate":
+            _flag(named, key, given)
+        else:
+            _positive(named, key, given.get(key))
+    if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
+        raise damaged(named, "low_freq_factor", given["low_freq_factor"], "less than its high_freq_factor")
+    return Rope(kind, tuple(sorted(given.items())))
+
+
+def _unrotated_layers(config: Mapping[str, Any], num_layers: int, named: str) -> frozenset[int]:
+    """Layers without rotary embeddings, from 1: of smollm3 those where `no_rope_layers` has a 0."""
+    if config.get("model_type") != "smollm3":
+        return frozenset()
+    marks = config.get("no_rope_layers")
+    if marks is None:
+        interval = config.get("no_rope_layer_interval", NOPE_INTERVAL)
+        if type(interval) is not int or interval < 1:
+            raise damaged(named, "no_rope_layer_interval", interval, "a number from 1")
+        marks = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(marks, list) or len(marks) < num_layers or any(mark not in (0, 1) for mark in marks):
+        raise damaged(named, "no_rope_layers", marks, f"a 0 or 1 for each of its {num_layers} layers")
+    return frozenset(layer for layer in range(1, num_layers + 1) if not marks[layer - 1])
 
 
 def _not_held(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What of the config is not held: how it is written there, and what would be held."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         yield f"hidden_act {config['hidden_act']!r}", "'silu'"
-    for name in ("attention_bias", "mlp_bias"):
+    is_biased = config.get("model_type") in BIASED
+    if (has_bias := bool(config.get("attention_bias", is_biased))) != is_biased:
+        yield f"attention_bias {str(has_bias).lower()}", str(is_biased).lower()
+    for name in ("mlp_bias", "attention_out_bias"):
         if config.get(name):
             yield f"{name} true", "false"
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        yield f"quantization_config of {method!r}", "weights that are not quantized"
     yield from _of_windows(config)
     yield from _of_rope(config)
     if config.get("model_type") == "qwen3_moe":
@@ -221,8 +296,11 @@ def _of_windows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     others = sorted(set(map(str, kinds)) - {FULL})
     if others:
         yield f"layer_types with {others[0]!r}", f"{FULL!r} in every layer"
-    # Layers below the last of `max_window_layers` attend to all; a mixture of experts has the window in every layer.
-    first = config.get("max_window_layers", 28) if config.get("model_type") != "qwen3_moe" else 0
+    family = config.get("model_type")
+    if family == "mistral" and (window := config.get("sliding_window", MISTRALS_WINDOW)) is not None:
+        yield f"sliding_window {window}", "null"
+    # Layers below the last of `max_window_layers` attend to all; other families have the window in every layer.
+    first = config.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
     num_layers = config.get("num_hidden_layers")
     is_used = not (isinstance(first, int) and isinstance(num_layers, int)) or first < num_layers
     has_window = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
@@ -239,14 +317,16 @@ def _of_rope(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     if share not in (None, 1):
         yield f"partial_rotary_factor {share}", "1.0"
-    if kind not in ("default", "llama3"):
-        yield f"rope_type {kind!r}", "'default' or 'llama3'"
-    elif kind == "llama3":
-        for each, expected in LLAMA3_FIXED.items():
-            if rope.get(each) != expected:
-                yield f"llama3 rope scaling with {each} {rope.get(each)}", str(expected)
-        if not isinstance(rope.get("factor"), int | float):
-            yield f"llama3 rope scaling with factor {rope.get('factor')}", "a number"
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
+        yield f"rope_type {kind!r}", " or ".join(map(repr, ROPE_KINDS))
+        return
+    needed, possible = ROPE_KINDS[kind]
+    for key in needed:
+        if rope.get(key) is None:
+            yield f"{kind} rope scaling without {key}", "a number"
+    for key in sorted(rope.keys() - {*needed, *possible, *ROPE_KEYS}):
+        if rope[key] is not None:
+            yield f"{kind} rope scaling with {key}", "none"
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[str, Any]:

@@ -21,7 +21,7 @@ SIZES = {
         vocab_size=512,
         norm_eps=1e-6,
         rope_theta=1e6,
-        rope_factor=None,
+        rope=None,
         tied=True,
     ),
     # Qwen3-0.6B's config.json.
@@ -36,7 +36,7 @@ SIZES = {
         vocab_size=151936,
         norm_eps=1e-6,
         rope_theta=1e6,
-        rope_factor=None,
+        rope=None,
         tied=True,
     ),
 }

@@ -9,11 +9,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from benchmarks.common.random_model import random_model
@@ -24,6 +27,9 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 16, **EXPERTS}),
     "qwen2": (Qwen2Config, {}),
     "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"head_dim": 16, "sliding_window": None}),
+    "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2}),
+    "seed_oss": (SeedOssConfig, {"head_dim": 16}),
 }
 CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\"+-*/=()\n"
 MODEL_SIZE: dict[str, Any] = {

@@ -345,7 +345,7 @@ def test_rollouts_of_sessions_are_the_engines_bit_for_bit(checkpoint: Path, exac
         assert different(model, [group], max_tokens, 0.9) == 0.0
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "smollm3", "seed_oss"])
 def test_every_family_without_experts_is_exact(tiny_model: Callable[..., Path], exactly: Parallel, family: str) -> None:
     # As wide as the models that MKL divides into several sums.
     path = tiny_model(family, tied=family == "qwen2", hidden_size=448, intermediate_size=480, num_attention_heads=8)

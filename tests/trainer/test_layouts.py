@@ -59,7 +59,7 @@ def sizes_that_divide(experts: bool) -> ModelShape:
         vocab_size=size,
         norm_eps=1e-6,
         rope_theta=1e6,
-        rope_factor=None,
+        rope=None,
         tied=False,
         experts=Experts(num_experts=size, top_k=1, ffn_size=size, renormalized=True) if experts else None,
     )

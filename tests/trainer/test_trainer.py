@@ -32,7 +32,7 @@ def with_logprobs(groups: list[Group], logprobs: list[list[tuple[float, ...]]]) 
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "smollm3", "seed_oss"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("normalize", "kl_coef", "temperature"), [("token", 0.0, 1.0), ("token", 0.2, 0.7), ("sequence", 0.2, 1.0)]

@@ -57,6 +57,9 @@ FAMILIES = {
     "qwen3_moe": {"moe_intermediate_size": 64},
     "qwen2": {"hidden_size": 128},
     "llama": {"hidden_size": 128},
+    "mistral": {},
+    "smollm3": {"hidden_size": 128},
+    "seed_oss": {},
 }
 """Beside qwen3, which the other tests have: of sizes that vLLM's kernels on CPU take."""
 

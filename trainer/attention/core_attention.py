@@ -23,6 +23,7 @@ class SharedPromptParams(PackedSeqParams):
     """Passes the segments through Megatron's layers to the core attention.
 
     The rotary angles are included, by position: Megatron's own would number the rows, or restart at 0 in every segment.
+    Layers in `unrotated_layers`, by Megatron's numbers from 1, do without.
     The format stays "sbhd", for which Megatron does not rearrange the rows.
     """
 
@@ -32,6 +33,7 @@ class SharedPromptParams(PackedSeqParams):
     ops: LayerOps
     kernel: AttentionKernel | None
     cache: PromptCache | None = None
+    unrotated_layers: frozenset[int] = frozenset()
     qkv_format: str = "sbhd"
 
 
@@ -58,10 +60,11 @@ class SharedPromptAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attention output, [T, 1, H * D]. The segments define which rows attend to which; `attention_mask` is None."""
         params = packed_seq_params
-        query_THD, key_SKD = (
-            params.ops.rotary(rows[:, 0], params.cos_T1D, params.sin_T1D) for rows in (query_T1HD, key_T1KD)
-        )
-        value_SKD = value_T1KD[:, 0]
+        query_THD, key_SKD, value_SKD = query_T1HD[:, 0], key_T1KD[:, 0], value_T1KD[:, 0]
+        if self._layer_number not in params.unrotated_layers:
+            query_THD, key_SKD = (
+                params.ops.rotary(rows, params.cos_T1D, params.sin_T1D) for rows in (query_THD, key_SKD)
+            )
         if params.cache is not None:
             key_SKD, value_SKD = params.cache.extend(self._layer_number, key_SKD, value_SKD)
         out_THD = shared_prompt_attention(

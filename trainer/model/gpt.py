@@ -18,9 +18,11 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.shared.model_shape import ModelShape
+from async_rl.shared.model_shape import ModelShape, Rope
 from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
@@ -54,9 +56,11 @@ class SharedPromptGPT(GPTModel):
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
-            rope_scaling=shape.rope_factor is not None,
-            rope_scaling_factor=shape.rope_factor or 1.0,
         )
+        self._angle_scale = 1.0
+        if shape.rope is not None:
+            frequencies, self._angle_scale = scaled_frequencies(shape.rope, shape.rope_theta, shape.head_dim)
+            self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         keep_rows_local(self)
         self.shape = shape
         self.parallel = parallel
@@ -94,6 +98,7 @@ class SharedPromptGPT(GPTModel):
             ops=self._ops,
             kernel=self.kernel,
             cache=cache,
+            unrotated_layers=self.shape.unrotated_layers,
         )
         out_T1H: torch.Tensor = self.decoder(
             hidden_states=hidden_T1H, attention_mask=None, rotary_pos_emb=None, packed_seq_params=params
@@ -129,7 +134,16 @@ class SharedPromptGPT(GPTModel):
         """Cosine and sine of the rotary angles of each position, [T, 1, D], in the model's dtype."""
         angles = torch.outer(positions_T.float(), self.rotary_pos_emb.inv_freq)
         angles_T1D = torch.cat((angles, angles), dim=-1)[:, None]
-        return angles_T1D.cos().to(self.config.params_dtype), angles_T1D.sin().to(self.config.params_dtype)
+        cos_T1D, sin_T1D = angles_T1D.cos() * self._angle_scale, angles_T1D.sin() * self._angle_scale
+        return cos_T1D.to(self.config.params_dtype), sin_T1D.to(self.config.params_dtype)
+
+
+def scaled_frequencies(rope: Rope, theta: float, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Angles per position, float32 [D / 2], and the factor of cosine and sine, as transformers computes them."""
+    parameters = {"rope_type": rope.kind, "rope_theta": theta, **dict(rope.parameters)}
+    config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=parameters)
+    frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](config)
+    return frequencies, scale
 
 
 def build_model(

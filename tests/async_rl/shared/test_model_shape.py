@@ -11,20 +11,26 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from async_rl.errors import ConfigError
-from async_rl.shared.model_shape import FAMILIES, Experts, ModelShape
+from async_rl.shared.model_shape import FAMILIES, Experts, ModelShape, Rope
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "llama": LlamaConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "mistral": MistralConfig,
+    "smollm3": SmolLM3Config,
+    "seed_oss": SeedOssConfig,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -44,10 +50,11 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+NO_WINDOW = {"sliding_window": None}
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    own = EXPERTS if family == "qwen3_moe" else {}
+    own = {"qwen3_moe": EXPERTS, "mistral": NO_WINDOW, "smollm3": {"pad_token_id": None}}.get(family, {})
     return {**SIZES, **own, "model_type": family, **changes}
 
 
@@ -85,7 +92,8 @@ def test_rope_is_read_under_the_names_of_older_releases() -> None:
     old = config_of("llama", rope_theta=5e5, rope_scaling={**LLAMA3, "type": LLAMA3["rope_type"]})
     del old["rope_scaling"]["rope_type"], old["rope_scaling"]["rope_theta"]
     shape = ModelShape.of_config(new, "here")
-    assert (shape.rope_factor, shape.rope_theta) == (8.0, 5e5)
+    kept = {name: value for name, value in LLAMA3.items() if not name.startswith("rope")}
+    assert (shape.rope, shape.rope_theta) == (Rope("llama3", tuple(sorted(kept.items()))), 5e5)
     assert shape == ModelShape.of_config(old, "here")
     assert shape == ModelShape.of_config(AutoConfig.for_model(**old).to_dict(), "here")
 
@@ -125,6 +133,14 @@ def test_a_token_uses_the_experts_it_is_routed_to() -> None:
         ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
         ({"rope_theta": "1e4"}, "rope_theta = '1e4'"),
         *(({"rope_scaling": {**LLAMA3, "factor": bad}}, "factor = ") for bad in (10**400, 0, -3, float("nan"))),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor = 1.0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings = None"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}}, "truncate = 1"),
+        *(
+            ({"model_type": "smollm3", "no_rope_layers": bad}, "no_rope_layers = ")
+            for bad in ([1, 0], [1, 0, 2], "110", {"1": 0})
+        ),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval = 0"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
         ({"rope_theta": float("nan")}, "rope_theta = nan"),
         ({"model_type": "gpt2"}, "model_type 'gpt2', which the trainer does not support: expected one of"),
@@ -163,6 +179,8 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
     moe = {"num_experts": draw(4, 8), "num_experts_per_tok": draw(2, 3), "moe_intermediate_size": draw(24, 40)}
     if family == "qwen3_moe":
         config |= {**moe, "norm_topk_prob": tied}
+    if family == "mistral":
+        config |= NO_WINDOW
     shape = read(family, **config)
     assert shape == ModelShape(
         family=family,
@@ -175,11 +193,12 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
         vocab_size=config["vocab_size"],
         norm_eps=config["rms_norm_eps"],
         rope_theta=config["rope_parameters"]["rope_theta"],
-        rope_factor=None,
+        rope=None,
         tied=tied,
         experts=Experts(*moe.values(), renormalized=tied) if family == "qwen3_moe" else None,
+        unrotated_layers=frozenset(range(4, config["num_hidden_layers"] + 1, 4) if family == "smollm3" else ()),
     )
-    assert shape.qkv_bias == (family == "qwen2") and shape.qk_norm == family.startswith("qwen3")
+    assert shape.qkv_bias == (family in ("qwen2", "seed_oss")) and shape.qk_norm == family.startswith("qwen3")
 
 
 @pytest.mark.parametrize(
@@ -197,17 +216,31 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
         ),
         (
             "qwen2",
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type 'linear'",
-            "'default' or 'llama3'",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type 'dynamic'",
+            "'default' or 'linear' or 'llama3' or 'yarn'",
         ),
-        ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0", "1.0"),
-        ("llama", {"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor 8.0", "4.0"),
         (
             "llama",
-            {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 4096}},
-            "original_max_position_embeddings 4096",
-            "8192",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "mrope_section": [8, 8]}},
+            "linear rope scaling with mrope_section",
+            "none",
+        ),
+        ("mistral", {}, "sliding_window 4096", "null"),
+        (
+            "qwen3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config of 'fp8'",
+            "weights that are not quantized",
+        ),
+        ("seed_oss", {"attention_bias": False}, "attention_bias false", "true"),
+        ("seed_oss", {"attention_out_bias": True}, "attention_out_bias true", "false"),
+        ("smollm3", {"attention_bias": True}, "attention_bias true", "false"),
+        (
+            "smollm3",
+            {"use_sliding_window": True, "sliding_window": 8},
+            "layer_types with 'sliding_attention'",
+            "'full_attention' in every layer",
         ),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2", "1, experts in every layer"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers [0]", "[], experts in every layer"),

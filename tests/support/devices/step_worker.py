@@ -31,7 +31,7 @@ SHAPE = ModelShape(
     vocab_size=128,
     norm_eps=1e-6,
     rope_theta=1e4,
-    rope_factor=None,
+    rope=None,
     tied=True,
 )
 

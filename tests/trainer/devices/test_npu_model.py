@@ -30,7 +30,7 @@ DENSE = ModelShape(
     vocab_size=96,
     norm_eps=1e-6,
     rope_theta=1e4,
-    rope_factor=None,
+    rope=None,
     tied=True,
 )
 WITH_EXPERTS = replace(DENSE, family="qwen3_moe", experts=Experts(4, 2, 24, renormalized=True))

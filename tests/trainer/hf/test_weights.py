@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.errors import ConfigError
 from async_rl.method.types import Group
+from tests.support.tiny_model import FAMILIES
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.trainer import MegatronTrainer
 
@@ -27,7 +28,7 @@ def copied(source: Path, target: Path, **changes: object) -> Path:
     return target
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_round_trip_keeps_every_bit(
     family: str, tied: bool, tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path

@@ -34,8 +34,10 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "rope_parameters": (
         {"rope_type": "default", "rope_theta": 77.0},
         {**LLAMA3, **LLAMA3_CONSTANTS},
-        {**LLAMA3, **LLAMA3_CONSTANTS, "low_freq_factor": 2.0},
+        {**LLAMA3, **LLAMA3_CONSTANTS, "low_freq_factor": 2.0, "original_max_position_embeddings": 16},
         YARN,
+        {**YARN, "attention_factor": 0.7, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False},
+        {**YARN, "mscale": 1.5, "mscale_all_dim": 0.8},
         {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
         {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -43,6 +45,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "layer_types": (["full_attention", "sliding_attention"],),
     "use_sliding_window": (True,),
     "mlp_only_layers": ([1],),
+    "no_rope_layers": ([0, 1], [0, 0]),
     "num_key_value_heads": (4, 1),
     "num_experts_per_tok": (1, 3),
     "dtype": ("float32", "bfloat16"),
@@ -138,12 +141,14 @@ def test_a_flipped_key_is_held_or_refused_by_name(
     path = Path(shutil.copytree(start, tmp_path / "model"))
     config = json.loads((path / "config.json").read_text()) | WITH.get(key, {}) | {key: other}
     if key == "num_hidden_layers":
-        config.pop("layer_types", None)
+        for by_layer in ("layer_types", "no_rope_layers"):
+            config.pop(by_layer, None)
     (path / "config.json").write_text(json.dumps(config))
     try:
         require_supported(ModelFiles.find(str(path)))
     except ConfigError as error:
-        assert key in str(error) or (key == "rope_parameters" and ("rope" in str(error) or "rotary" in str(error)))
+        of_rope = key in ("rope_parameters", "max_position_embeddings")
+        assert key in str(error) or (of_rope and ("rope" in str(error) or "rotary" in str(error)))
         return
     model = model_of(path)
     if model is None or torch.equal(logits_of(model), logits):

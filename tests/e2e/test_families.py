@@ -1,0 +1,52 @@
+"""Whole runs on the embedded engine of each family that the other tests of whole runs do not have."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_rl.method.proof.gap_limits import noise_scale
+from async_rl.shared.model_shape import FAMILIES
+from tests.support.local_run import Run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3"])
+def test_every_update_is_on_policy_and_the_engine_has_the_trainers_log_probs(
+    family: str, tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    run = Run(tmp_path, tiny_model(family))
+    run.train("--optimizer.learning_rate=1e-3")
+    require_equal_log_probs(run)
+
+
+def test_a_context_lengthened_by_yarn_is_trained(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    model = Path(shutil.copytree(tiny_model("qwen3"), tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rope_parameters": YARN}))
+    run = Run(tmp_path, model)
+    run.train("--optimizer.learning_rate=1e-3")
+    require_equal_log_probs(run)
+
+
+def test_a_context_lengthened_by_yarn_is_trained(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    run = Run(tmp_path, tiny_model("qwen3"))
+    config = Path(run.config.read_text().split('path = "')[1].split('"')[0]) / "config.json"
+    mine = tmp_path / "model"
+    mine.mkdir()
+    for file in config.parent.iterdir():
+        (mine / file.name).write_bytes(file.read_bytes())
+    (mine / "config.json").write_text(json.dumps(json.loads(config.read_text()) | {"rope_parameters": YARN}))
+    run.train("--optimizer.learning_rate=1e-3", f"--model.path={mine}")
+    require_equal_log_probs(run)
+
+
+def require_equal_log_probs(run: Run) -> None:
+    proofs = run.lines("ledger.jsonl")
+    assert len(proofs) == 3 and all(proof["on_policy"] for proof in proofs)
+    assert all(proof["logprob_gaps"]["rms"] < 0.2 * noise_scale("float32") for proof in proofs)
