@@ -34,7 +34,7 @@ FAST := not distributed and not computes and not nightly and not browser and not
 # Where it is set, every process that a test starts would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-fast test-all test-as-intel test-layouts test-gpu test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
+.PHONY: quickstart test test-fast test-all test-as-intel test-layouts test-gpu test-devices test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu \
 	bench-between-hosts bench-memory bench-peers bench-dock bench-system
 
@@ -67,6 +67,10 @@ test-layouts: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# Whole runs, faults and rules on emulated NPUs; the first time on a machine they are compiled, with g++.
+test-devices: $(READY)
+	$(BIN)/python -m pytest -m "not npu" $(WORKERS) tests/trainer/devices/emulated $(ARGS)
 
 test-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m pytest -m "$(VLLM)" tests/vllm $(ARGS)

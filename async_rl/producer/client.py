@@ -71,17 +71,22 @@ class Control:
             self.connection.send({"call": name, "arguments": arguments})
 
     def result(self, serve: Serve = _serve_nothing, watch: Callable[[], None] = lambda: None) -> Any:
-        """That of the call that was begun; raises as `call`."""
+        """That of the call that was begun; raises as `call`, or the internal error of `serve` that made it fail."""
+        internal: Exception | None = None
         with self._noting_a_loss():
             while True:
                 watch()
                 match self.connection.receive(POLL_S):
                     case ({"serve": asked, "arguments": given}, _):
-                        self.connection.send(_answer(serve, asked, given))
+                        answer, failure = _answer(serve, asked, given)
+                        internal = internal or failure
+                        self.connection.send(answer)
                     case ({"done": result}, _):
                         return result
                     case ({"failed": error}, _):
-                        raise error_from_data(error)
+                        # Under no other name: whoever announces named errors to the other ranks would wait for them,
+                        # while they are still in what failed here.
+                        raise internal or error_from_data(error)
 
     @contextmanager
     def _noting_a_loss(self) -> Iterator[None]:
@@ -108,14 +113,16 @@ def publication_of(data: Mapping[str, Any]) -> Publication:
     return Publication(**{**data, "instances": tuple(data["instances"])})
 
 
-def _answer(serve: Serve, name: str, arguments: Sequence[Any]) -> Message:
+def _answer(serve: Serve, name: str, arguments: Sequence[Any]) -> tuple[Message, Exception | None]:
+    """The answer for the producer, and the error if it was an internal one."""
     try:
-        return {"served": serve(name, arguments)}
+        return {"served": serve(name, arguments)}, None
     except Exception as error:
         # It is the producer's to decide what follows from it.
-        if not isinstance(error, AsyncRLError):
+        is_internal = not isinstance(error, AsyncRLError)
+        if is_internal:
             log.exception("%s failed by an internal error", name)
-        return {"refused": error_as_data(error)}
+        return {"refused": error_as_data(error)}, error if is_internal else None
 
 
 class RemoteRecorder(Recorder):

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,9 +135,10 @@ class End:
 
 
 class Run:
-    """One local run of a config; `start` returns immediately."""
+    """One local run of a config; `start` returns immediately. Its programs get `environment`, or that of the test."""
 
-    def __init__(self, tmp_path: Path, model: Path) -> None:
+    def __init__(self, tmp_path: Path, model: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.environment = environment
         self.dir = tmp_path / "run"
         data = tmp_path / "rows.jsonl"
         data.write_text("".join(json.dumps({"prompt": f"Word {i}: "}) + "\n" for i in range(40)))
@@ -152,7 +153,7 @@ class Run:
         self._num_let = 0
 
     def start(self, *overrides: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment = {**(self.environment or os.environ), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "deploy.local.run", str(self.config), *overrides],

@@ -42,7 +42,10 @@ class NPUOps:
         return y
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(first half) * second half: [..., 2F] -> [..., F]."""
+        """silu(first half) * second half: [..., 2F] -> [..., F]; no rows, as experts may get them, give none."""
+        if x.numel() == 0:
+            # The operator refuses it. Not a new tensor: the collectives of the backward pass hang on the graph.
+            return x[..., : x.shape[-1] // 2]
         y: torch.Tensor = self._ops.npu_swiglu(x.contiguous(), dim=-1)
         return y
 

@@ -216,8 +216,13 @@ class Broadcast:
         """Drops the instances that broke a group: those that are unreachable, else the suspects."""
         if not failures:
             raise PublishError(f"the weight group broke, though no instance failed: {problem}")
-        unreachable = {m: error for m, error in failures.items() if isinstance(error, InstanceUnreachable)}
-        self._drop(unreachable or {member: WeightGroupBroken(str(failures[member])) for member in suspects})
+        of_sender = f"; the sender says: {problem}" if problem else ""
+        unreachable = {
+            member: InstanceUnreachable(f"{error}{of_sender}")
+            for member, error in failures.items()
+            if isinstance(error, InstanceUnreachable)
+        }
+        self._drop(unreachable or {member: WeightGroupBroken(f"{failures[member]}{of_sender}") for member in suspects})
 
 
 def _number_of(version: str) -> str:

@@ -113,6 +113,20 @@ def test_an_error_of_the_main_rank_is_the_producers_to_handle(address: ProducerA
     control.close()
 
 
+def test_an_internal_error_of_the_main_rank_that_ends_a_call_is_raised_there_as_it_was(
+    address: ProducerAddress, serve
+) -> None:
+    serve(lambda link, name, arguments: link.ask("score", []))
+
+    def fail(name: str, arguments: Sequence[Any]) -> Any:
+        raise RuntimeError("device lost")
+
+    control = Control(address.connect(30.0))
+    with pytest.raises(RuntimeError, match=r"^device lost$"):
+        control.call("publish", serve=fail)
+    control.close()
+
+
 def test_errors_keep_their_class_their_attributes_and_their_notes() -> None:
     refused = InstanceRefused("too long", 400)
     refused.add_note("asked for row0")

@@ -61,6 +61,13 @@ def test_npu_swiglu_gates_with_the_first_half() -> None:
     torch.testing.assert_close(OPS.swiglu(x.transpose(0, 1)), OPS.swiglu(x).transpose(0, 1))
 
 
+def test_npu_swiglu_of_experts_without_rows_is_empty_and_has_a_gradient() -> None:
+    x = torch.empty(0, 6, requires_grad=True)
+    y = OPS.swiglu(x)
+    assert y.shape == (0, 3)
+    assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
+
+
 def test_missing_torch_npu_is_named() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.device is 'npu' but torch-npu is not installed"):
         choose_device("npu")

@@ -1,0 +1,128 @@
+"""Whole runs with trainer and embedded instance on emulated NPUs: hccl, canary, checkpoints, Hugging Face files."""
+
+from collections.abc import Callable
+from math import sqrt
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.devices.emulated.environment import recorded_waits
+from tests.support.local_run import Run
+from tests.support.same_run import assert_same_run
+from tests.trainer.devices.emulated.conftest import EmulatedRun
+
+# The first test of each run waits for all of it.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+SETTINGS = ("--train.order=prompt", "--algorithm.kl_coef=0.05", "--checkpoint.every=1")
+ITERATIONS = 3
+PARAMETERS = 18
+"""Of Megatron's model: 8 of each layer, the embedding and the last norm."""
+
+GAP = 1e-5
+"""Between float32 log-probs of the two devices, relative to their size, and so between gradients."""
+
+
+@pytest.fixture(scope="module")
+def trained(emulated_run: Callable[..., EmulatedRun]) -> EmulatedRun:
+    return emulated_run("npu").train(*SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Run:
+    return Run(tmp_path_factory.mktemp("cpu"), tiny_model("qwen3", tied=True)).train(*SETTINGS)
+
+
+def weights(run: Run) -> torch.Tensor:
+    tensors = load_file(run.dir / "model" / "model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def test_every_update_is_on_policy(trained: EmulatedRun) -> None:
+    records = trained.run.lines("metrics.jsonl")
+    assert len(records) == ITERATIONS and all(record["on_policy"] for record in records)
+    # Two float32 computations of the same log-probs; without their waits they would be NaN.
+    assert all(record["max_logprob_gap"] < 1e-4 for record in records)
+    assert trained.run.checkpoints()[-1].name == f"iteration-{ITERATIONS:06d}"
+
+
+def test_it_trains_what_a_cpu_trains(trained: EmulatedRun, on_cpu: Run, tiny_model: Callable[..., Path]) -> None:
+    texts, expected = (
+        [[response["text"] for response in row["responses"]] for row in run.lines("samples.jsonl")]
+        for run in (trained.run, on_cpu)
+    )
+    assert texts == expected
+    start = load_file(tiny_model("qwen3", tied=True) / "model.safetensors")
+    before = torch.cat([start[name].flatten() for name in sorted(start)])
+    moved, apart = weights(on_cpu) - before, weights(trained.run) - weights(on_cpu)
+    # Adam divides a gradient by its own size: where it is at most the gap's part of a usual one, its step may have any
+    # sign. That is a share GAP of all weights, each up to two steps apart: sqrt(4 GAP) of the step in root mean square.
+    print(f"apart by {float(apart.square().mean().sqrt() / moved.square().mean().sqrt()):.2e} of what they moved")
+    assert apart.square().mean().sqrt() < sqrt(4 * GAP) * moved.square().mean().sqrt()
+
+
+def test_the_host_waits_as_often_as_documented(trained: EmulatedRun) -> None:
+    def waits(*functions: str) -> dict[str, int]:
+        return dict(recorded_waits(trained.folder, *functions))
+
+    of_windows = waits("accumulate", "take_rows")
+    assert waits("accumulate", "train") == of_windows, "a window waits for its ledger rows only"
+    assert list(of_windows) == ["copy to host"] and ITERATIONS <= of_windows["copy to host"] <= 6 * ITERATIONS
+    assert waits("optimizer_step", "totals") == {"copy to host": ITERATIONS}
+    # Megatron's own norm of the gradients, which waits once for each parameter where Apex is missing.
+    norms = {"item": (PARAMETERS + 1) * ITERATIONS, "blocking copy to device": ITERATIONS}
+    assert waits("optimizer_step", "gradient_norm") == norms
+    assert waits("optimizer_step") == norms | {"copy to host": ITERATIONS}
+    # A publish waits for its fingerprint, on both ends; the first one does so once more with the canary's weights. The
+    # multipliers are uploaded once by a process.
+    of_fingerprint = {"copy to host": ITERATIONS + 1, "blocking copy to device": 1}
+    assert waits("send") == waits("stream", "hexdigest") == of_fingerprint
+    # The canary's and the probes'; each `score` waits once.
+    assert list(waits("score")) == ["copy to host"]
+
+
+BF16 = "--model.dtype=bfloat16"
+LAYOUTS = {
+    "dp2": ("qwen3", BF16, "--trainer.num_processes=2", "--trainer.recompute=selective"),
+    "tp2": (
+        *("qwen3", BF16, "--trainer.num_processes=2", "--trainer.tensor_parallel=2"),
+        "--trainer.recompute=full",
+    ),
+    "pp2": ("qwen3", BF16, "--trainer.num_processes=2", "--trainer.pipeline_parallel=2"),
+    "ep2": ("qwen3_moe", "--trainer.num_processes=2", "--trainer.expert_parallel=2"),
+    "ppo": (
+        *("qwen3", "--algorithm.name=ppo", "--algorithm.options.critic_learning_rate=1e-3", "--algorithm.kl_coef=0.05"),
+        *("--train.steps_per_batch=2", "--algorithm.old_policy=model", "--trainer.frozen_weights=host"),
+    ),
+    "snapshot": (
+        *("qwen3", "--publish.transport=snapshot", "--algorithm.old_policy=lagged", "--trainer.frozen_weights=host"),
+    ),
+}
+LARGEST_GAPS = {True: 0.2, False: 1e-3}
+"""Of log-probs, in bfloat16 and in float32. Experts in bfloat16 have none: a token may get others in either pool."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_on_policy(emulated_run: Callable[..., EmulatedRun], layout: str) -> None:
+    family, *words = LAYOUTS[layout]
+    if layout == "snapshot":
+        words += [f"--publish.snapshot_dir={emulated_run('snapshots').folder}"]
+    run = emulated_run(layout, family).train(*SETTINGS[:1], *words).run
+    records = run.lines("metrics.jsonl")
+    assert len(records) == ITERATIONS and all(record["on_policy"] for record in records)
+    assert all(record["max_logprob_gap"] < LARGEST_GAPS[BF16 in words] for record in records), records
+
+
+@pytest.mark.nightly
+def test_a_killed_run_goes_on_as_if_it_had_not_been(
+    emulated_run: Callable[..., EmulatedRun], trained: EmulatedRun
+) -> None:
+    killed = emulated_run("killed").run
+    killed.start("--trainer.device=npu", *SETTINGS)
+    killed.wait_for_iterations(1)
+    killed.kill_trainer()
+    assert killed.finish() == 0, killed.everything_said()
+    assert_same_run(killed, trained.run)
