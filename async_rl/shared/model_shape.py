@@ -246,7 +246,7 @@ def _scaled_rope(config: Mapping[str, Any], rope: Mapping[str, Any], named: str)
     if ORIGINAL in possible:
         # A config may have it beside these, and that one counts.
         given[ORIGINAL] = config.get(ORIGINAL) or given.get(ORIGINAL) or config.get("max_position_embeddings")
-    for key in given.keys() | needed:
+    for key in (key for key in (*needed, *possible) if key in needed or key in given):
         if key == "truncate":
             _flag(named, key, given)
         else:
