@@ -112,7 +112,6 @@ _GONE = (
     *("cluster.restart_delay_s", "cluster.instance_cores", "rollout.gateway_port"),
     *("algorithm.overlong_penalty", "algorithm.kl_clamp"),
     *("optimizer.beta1", "optimizer.eps", "trainer.distributed_optimizer"),
-    "trainer.sequence_parallel",
     *(
         "cluster.training_cores",
         "cluster.placement_timeout_s",
@@ -133,6 +132,7 @@ EARLIER = _names_of(
     ("pool.join", ("publish.snapshot_dir",), "instances join at once where it is set"),
     ("publish.probe_tokens", ("publish.canary",), "off where it was 0"),
     ("tracking.name", ("run.dir",), "its last part"),
+    ("trainer.sequence_parallel", ("trainer.tensor_parallel",), "above 1 its ranks always share rows, too"),
     ("cluster.master_port", ("pool.fleet_port",), "the next one, or 29500 without it"),
     *((name, (), "what it was by default holds") for name in _GONE),
 )

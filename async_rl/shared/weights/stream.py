@@ -116,6 +116,9 @@ class DeviceFingerprint:
     def add(self, spec: TensorSpec, data: torch.Tensor) -> None:
         """Adds one tensor; `data` is its uint8 view, [num_bytes], which keeps its values until the digest is taken."""
         self._fold.update(f"{spec.name}|{spec.dtype_name}|{spec.shape}|".encode())
+        if self._parts and data.numel() >= SUMMED_BYTES:
+            # A large one is summed alone, where it is.
+            self._sum_up()
         self._parts.append(data)
         self._num_bytes += data.numel()
         if self._num_bytes >= SUMMED_BYTES:
@@ -129,7 +132,9 @@ class DeviceFingerprint:
         return self._fold.hexdigest()
 
     def _sum_up(self) -> None:
-        data = torch.cat([*self._parts, self._parts[0].new_zeros(-self._num_bytes % 4)])
+        data, padding = self._parts[0], -self._num_bytes % 4
+        if len(self._parts) > 1 or padding or data.storage_offset() % 4:
+            data = torch.cat([*self._parts, data.new_zeros(padding)])
         self._sums.append(_word_sums(data.view(torch.int32)))
         self._parts, self._num_bytes = [], 0
 

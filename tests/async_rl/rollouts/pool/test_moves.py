@@ -167,7 +167,7 @@ def test_a_wholly_silent_instance_keeps_nothing_while_another_idles(
     pool = pool_of(silent, sound)
     sampling = SamplingParams(n=1, max_tokens=40, seed=5, logprobs=0)
     running = [loop.submit(pool.generate_group((3, i), sampling, f"v1-{i}", "v1")) for i in range(4)]
-    begun_s = time.monotonic()
+    # Otherwise it would keep them for `pool.request_timeout_s`, ten times as long.
     responses = [group.result(DEADLINE_S)[0][0] for group in running]
     assert {response.instance for response in responses} == {sound.url}
-    assert time.monotonic() - begun_s < STRAGGLING_S + 10.0 and pool.find(silent.url).state == "ready"
+    assert pool.find(silent.url).state == "ready"

@@ -89,3 +89,19 @@ def test_the_sums_on_a_device_see_each_changed_bit_swaps_and_names() -> None:
     seen |= {digest([(first, other), (second, b)]) for other in (swapped, two_signs, a.roll(1))}
     seen |= {digest([(first, b), (second, a)]), digest([(second, a), (first, b)]), digest([(first, a)])}
     assert len(seen) == 103
+
+
+@pytest.mark.parametrize("summed_bytes", [64, 10_000])
+def test_the_sums_on_a_device_do_not_depend_on_where_the_bytes_are(
+    summed_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor may begin at any byte of a message, and a large one is summed without a copy of it."""
+    monkeypatch.setattr("async_rl.shared.weights.stream.SUMMED_BYTES", summed_bytes)
+    sizes = (5, 256, 3, 63, 128, 1)
+    generator = torch.Generator().manual_seed(0)
+    message = torch.randint(256, (sum(sizes),), dtype=torch.uint8, generator=generator)
+    specs = [TensorSpec(str(i), "uint8", (size,)) for i, size in enumerate(sizes)]
+    parts = message.split(sizes)
+    assert any(part.storage_offset() % 4 for part in parts)
+    in_place = digest(list(zip(specs, parts, strict=True)))
+    assert in_place == digest([(spec, part.clone()) for spec, part in zip(specs, parts, strict=True)])
