@@ -97,6 +97,7 @@ class Work:
         self._token = token
         self._run = run
         self._lease_name = lease_name
+        self._takes_turns = config.run.placement == "turns"
         self._require_lease = require_lease
         self._pool = pool or InferencePool(config.pool, token, lease_name)
         closing.callback(lambda: loop.end(self._pool.close()))
@@ -237,7 +238,11 @@ class Work:
             self._evaluator,
             self._note_group,
             self._write_figures,
+            rest=self._rest if self._takes_turns else None,
         )
+
+    async def _rest(self) -> None:
+        await self._pool.sleep(self._config.publish.timeout_s)
 
     def _find(self, prompts: Sequence[tuple[int, str]]) -> dict[int, Prompt]:
         return {index: self._prompts.find(prompt_id) for index, prompt_id in prompts}
@@ -273,7 +278,9 @@ class Work:
         config, prompt = self._config, self._prompts.longest.token_ids
         admission = probe = canary = None
         if config.publish.canary != "off":
-            probe = Probe(config.publish, config.rollout, prompt)
+            if not self._takes_turns:
+                # The trainer could not compute beside the instances; the batch's own log-probs show the same.
+                probe = Probe(config.publish, config.rollout, prompt)
             noise, dtype = noise_limits(config.train, config.model.dtype).noise, config.model.dtype
             canary = Canary(
                 config.publish,
@@ -285,7 +292,7 @@ class Work:
                 exact=config.train.exact,
             )
         if config.publish.snapshot_dir is not None:
-            admission = Admission(config.publish)
+            admission = Admission(config.publish, takes_turns=self._takes_turns)
             admission.canary = canary
             self._pool.late_joiners.admit = admission.admit
         return Publisher(
@@ -297,6 +304,7 @@ class Work:
             admission=admission,
             probe=probe,
             canary=canary,
+            takes_turns=self._takes_turns,
         )
 
     def _decode(self, token_ids: Sequence[int]) -> str:

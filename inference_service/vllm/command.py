@@ -73,6 +73,8 @@ def server_command(
         flags.append("--enable-scale-out")
     if options.device == "cpu":
         flags.append("--enforce-eager")
+    elif options.asleep:
+        flags.append("--enable-sleep-mode")
     words = [word for pair in values.items() for word in pair]
     argv = (sys.executable, "-m", SERVER_MODULE, *words, *flags, *options.engine_options)
     identity = {BOOT_ID_VARIABLE: boot_id, MAX_CONCURRENCY_VARIABLE: str(options.max_concurrency)}

@@ -107,6 +107,11 @@ class CanaryWeights:
         self.one_tensor: tuple[str, ...] = (EMBEDDING, HEAD) if model.shape.tied else ()
         """Classes that are published as one tensor, but may be two copies in an engine."""
 
+    @property
+    def are_changed(self) -> bool:
+        """Whether `restore` is due."""
+        return self._parameters is not None
+
     def change(self, strengths: Mapping[str, int]) -> None:
         """Sets every class to its strength, 1 to `ALL_STRENGTHS`, or makes its tensors `CONSTANT`; classes left out get
         their true weights."""

@@ -114,14 +114,14 @@ def _vllm(config: Config, model: ModelShape) -> ProcessMemory:
     weights = ceil(model.num_parameters * WEIGHT_BYTES[config.model.dtype] / ways)
     resident = [MemoryPart("weights", weights, f"{model.num_parameters:,} parameters, {config.model.dtype}")]
     if config.trainer.device == "cpu":
-        resident.append(MemoryPart("base of the process", VLLM_CPU_BASE_BYTES, "vLLM's server and engine, assumed"))
+        resident.insert(0, MemoryPart("base of the process", VLLM_CPU_BASE_BYTES, "vLLM's server and engine, assumed"))
         resident.append(MemoryPart("KV cache", VLLM_CPU_CACHE_BYTES, "VLLM_CPU_KVCACHE_SPACE as async-rl sets it"))
     else:
         longest = config.max_model_len or config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
         # At least one response of full length, or vLLM refuses to start.
         heads = max(1, ways if ways < model.num_kv_heads else model.num_kv_heads)
         cache = ceil(longest * model.kv_values_per_token / heads) * WEIGHT_BYTES[config.model.dtype]
-        resident.append(MemoryPart("base of the process", BASE_BYTES[config.trainer.device], "context, assumed"))
+        resident.insert(0, MemoryPart("base of the process", BASE_BYTES[config.trainer.device], "context, assumed"))
         resident.append(
             MemoryPart(
                 "KV cache",

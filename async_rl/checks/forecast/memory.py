@@ -18,10 +18,10 @@ class MemoryPart:
 class ProcessMemory:
     """The peak of one process on one device, or on the host where it computes on CPUs.
 
-    `resident` parts exist together, all the time. Of `phases` one at a time exists. On a device the largest counts. On
-    a CPU they add up (`keeps_freed`): the process keeps what one phase freed (`shared/cpu/memory.py`), in pieces of a
-    layer's size, and the next phase's tensors, of the embedding's size, do not fit into these. `on_host` is what the
-    process keeps in the host's memory beside a device.
+    `resident` parts exist together, all the time; the first is the base of the process. Of `phases` one at a time
+    exists. On a device the largest counts. On a CPU they add up (`keeps_freed`): the process keeps what one phase freed
+    (`shared/cpu/memory.py`), in pieces of a layer's size, and the next phase's tensors, of the embedding's size, do not
+    fit into these. `on_host` is what the process keeps in the host's memory beside a device.
     """
 
     resident: tuple[MemoryPart, ...]
@@ -38,6 +38,11 @@ class ProcessMemory:
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self.counted)
+
+    @property
+    def base_bytes(self) -> int:
+        """What stays on a device as long as the process lives: the first part."""
+        return self.resident[0].num_bytes
 
     @property
     def host_bytes(self) -> int:

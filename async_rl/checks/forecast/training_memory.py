@@ -197,9 +197,10 @@ def rank_memory(
     own, dtype, device = rank_parameters(model, shares), config.model.dtype, config.trainer.device
     fused = device != "cpu"
     resident = [MemoryPart("base of the process", BASE_BYTES[device], _base_reason(device))]
-    resident += _trained_parts("", own, shares, dtype)
+    trained = _trained_parts("", own, shares, dtype)
     if critic is not None:
-        resident += _trained_parts("critic's ", rank_parameters(critic, shares), shares, dtype)
+        trained += _trained_parts("critic's ", rank_parameters(critic, shares), shares, dtype)
+    resident += trained
     frozen = _frozen_parts(config, model, shares, teacher, critic)
     on_host: tuple[MemoryPart, ...] = ()
     if config.trainer.frozen_weights == "host" and frozen:
@@ -210,6 +211,10 @@ def rank_memory(
         resident.append(MemoryPart("frozen weights in use", largest, "one model at a time is copied for its use"))
     else:
         resident += frozen
+    if config.run.placement == "turns" and device != "cpu":
+        # Gradient sums are 0 while the instances have the device.
+        away = [part for part in trained if not part.name.endswith("gradients")]
+        on_host = (*away, *frozen)
     activations = activation_bytes(model, shares, config, fused_swiglu=fused)
     head_gradient = ceil(model.vocabulary_parameters / shares.tensor) * WIDE_BYTES
     logits = logits_bytes(model, shares, config)

@@ -35,6 +35,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+def save(checkpoints: Checkpoints, iteration: int, trainer: MegatronTrainer) -> None:
+    checkpoints.find_tensors(trainer.models.policy, trainer.optimizer, trainer.models.old)
+    checkpoints.save(iteration, trainer.optimizer)
+
+
 def start(
     tmp_path: Path, *layouts: tuple[dict[str, Any], list[Run]], num_ranks: int = 2, torchrun: bool = False, **work: Any
 ) -> None:
@@ -182,7 +187,7 @@ def test_the_newest_are_kept_and_what_a_killed_save_left_is_removed(
     checkpoints = Checkpoints(directory, 2, parallel, config)
     for iteration in (1, 2, 3):
         train_elementwise(trainer, iteration)
-        checkpoints.save(iteration, trainer.models.policy, trainer.optimizer, trainer.models.old)
+        save(checkpoints, iteration, trainer)
     checkpoints.close()
     assert {path.name for path in directory.iterdir()} == {"iteration-000002", "iteration-000003", "notes"}
     assert newest_checkpoint(directory) == checkpoint_path(directory, 3)
@@ -208,7 +213,7 @@ def test_no_checkpoint_of_a_trainer_that_was_replaced_counts(
     config = run_config(str(model))
     trainer = make_trainer(config, parallel)
     checkpoints = Checkpoints(directory, 2, parallel, config, term=7, require_lease=require_lease)
-    checkpoints.save(9, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    save(checkpoints, 9, trainer)
     with pytest.raises(Fenced):
         checkpoints.wait()
     checkpoints.close()
@@ -222,13 +227,13 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_it(saved: tuple[P
     trainer = make_trainer(config, parallel)
     checkpoints = Checkpoints(directory, 2, parallel, config)
     with largest_file(20_000):
-        checkpoints.save(9, trainer.models.policy, trainer.optimizer, trainer.models.old)
+        save(checkpoints, 9, trainer)
         with pytest.raises(
             WriteFailed, match=r"cannot write '.*iteration-000009\.term-0\.partial': .* that there is room \("
         ):
             checkpoints.wait()
     assert newest_checkpoint(directory) == checkpoint_path(directory, 3)
-    checkpoints.save(9, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    save(checkpoints, 9, trainer)
     checkpoints.close()
     assert newest_checkpoint(directory) == checkpoint_path(directory, 9)
 
@@ -240,7 +245,7 @@ def test_a_save_holds_the_weights_of_its_moment_while_training_goes_on(
     trainer = make_trainer(config, parallel)
     checkpoints = Checkpoints(tmp_path, 2, parallel, config)
     before = trainer.models.policy_model.embedding.word_embeddings.weight.detach().clone()
-    checkpoints.save(0, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    save(checkpoints, 0, trainer)
     train_elementwise(trainer, 0)
     checkpoints.close()
     saved = whole_tensors(checkpoint_path(tmp_path, 0))["policy.embedding.word_embeddings.weight"]
@@ -255,7 +260,7 @@ def test_a_failed_save_is_raised_by_the_next_call(
     trainer = make_trainer(config, parallel)
     (tmp_path / "file").write_text("in the way")
     checkpoints = Checkpoints(tmp_path / "file", 2, parallel, config)
-    checkpoints.save(1, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    save(checkpoints, 1, trainer)
     with pytest.raises(WriteFailed, match=r"cannot write '.*file.*iteration-000001.*': Not a directory"):
         checkpoints.wait()
     checkpoints.require_no_failure()

@@ -1,6 +1,7 @@
 """An environment for programs in which torch_npu and MindSpeed are installed, and the emulated NPUs are there."""
 
 import os
+import struct
 from collections import Counter
 from pathlib import Path
 
@@ -42,6 +43,11 @@ def emulated_environment(folder: Path, **variables: object) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         **{f"EMULATED_NPU_{name.upper()}": str(value) for name, value in own.items()},
     }
+
+
+def peaks_of_all(file: Path) -> list[int]:
+    """Of each device, in bytes, what all processes had on it together at most; `file` is the variable `shared`."""
+    return list(struct.unpack("16Q", file.read_bytes()[: 16 * 8]))
 
 
 def recorded_waits(folder: Path, *functions: str) -> Counter[str]:

@@ -25,6 +25,8 @@ LATE = "EMULATED_NPU_LATE"
 """Which queued copies are late: a seed, or "always", or "never"."""
 FAULTS = "EMULATED_NPU_FAULTS"
 """As in "lost:200@async_rl.trainer,oom:17": at the 200th kernel of that program, and the 17th allocation of any."""
+SHARED = "EMULATED_NPU_SHARED"
+"""A file through which processes know what all of them have on the same devices; without it each has its own."""
 RECORDS = "EMULATED_NPU_RECORDS"
 """A folder: each process writes a file of its waits there. With it a fault strikes in one process only."""
 
@@ -92,6 +94,9 @@ def configure(late: str = "0", faults: str = "", capacity: int = 64 << 30) -> No
 
 
 configure(os.environ.get(LATE, "0"), os.environ.get(FAULTS, ""), int(os.environ.get(CAPACITY, 64 << 30)))
+if SHARED in os.environ:
+    _visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES") or ",".join(map(str, range(_num_devices())))
+    native.share_usage(os.environ[SHARED], list(map(int, _visible.split(","))))
 backend_registration.rename_privateuse1_backend("npu")
 
 
@@ -142,7 +147,7 @@ def _memory(name: str) -> Callable[..., int]:
 
 def _mem_get_info(device: Any = None) -> tuple[int, int]:
     used = native.memory(_index(device))
-    return used["capacity"] - used["allocated"], used["capacity"]
+    return used["capacity"] - used["allocated"] - used["others"], used["capacity"]
 
 
 def _properties(device: Any = None) -> types.SimpleNamespace:
