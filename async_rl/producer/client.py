@@ -52,7 +52,7 @@ class Control:
     def call(
         self, name: str, *arguments: Any, serve: Serve = _serve_nothing, watch: Callable[[], None] = lambda: None
     ) -> Any:
-        """The result of the producer's `name`; see `producer.work`.
+        """The result of the producer's `name`; see `producer.service`.
 
         Args:
             watch: called while it waits; an exception that it raises ends the wait, and the connection is of no use
@@ -161,8 +161,8 @@ class RemoteRecorder(Recorder):
         """The producer's own says how well the pools were balanced."""
 
 
-class RemoteRollouts:
-    """A leader's `Rollouts`: its replica's groups of each batch, from the producer.
+class RemoteRolloutSource:
+    """A leader's `RolloutSource`: its replica's groups of each batch, from the producer.
 
     Args:
         connection: replaced when the producer is.
@@ -201,7 +201,7 @@ class RemoteRun(AbstractContextManager["RemoteRun"]):
     """
 
     def __init__(
-        self, rollouts: RemoteRollouts, mini_batches: Sequence[Batch], version: WeightVersion, queue: SampleQueue
+        self, rollouts: RemoteRolloutSource, mini_batches: Sequence[Batch], version: WeightVersion, queue: SampleQueue
     ) -> None:
         self._connection = rollouts.connection
         self._watch = rollouts.watch

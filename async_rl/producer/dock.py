@@ -33,7 +33,7 @@ MEMORY = 0.7
 class Docking:
     """How the groups of a run reach its replicas.
 
-    `most_ahead` is the largest number of tokens that wait at a replica while others are free. With `holds` no group
+    `max_ahead` is the largest number of tokens that wait at a replica while others are free. With `holds` no group
     leaves before all of the batch have finished, and then all do, in parts of equally many tokens: what a replica says
     of training tells nothing where that waits for the whole batch. `speeds` has what was measured of each replica, in
     tokens a second, over all batches.
@@ -41,15 +41,15 @@ class Docking:
 
     num_replicas: int = 1
     by_index: bool = False
-    most_ahead: float = math.inf
+    max_ahead: float = math.inf
     holds: bool = False
     speeds: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config, num_replicas: int) -> "Docking":
         trainer = config.trainer
-        most_ahead = math.inf if trainer.trains_backlogs else trainer.micro_batch_tokens
-        return cls(num_replicas, config.train.order == "prompt", most_ahead, config.train.mode == "synchronous")
+        max_ahead = math.inf if trainer.trains_backlogs else trainer.micro_batch_tokens
+        return cls(num_replicas, config.train.order == "prompt", max_ahead, config.train.mode == "synchronous")
 
     def docks(self, mini_batches: Sequence[Batch], give: Give) -> "list[Dock]":
         """One for all replicas, or where shares are fixed one for each: the dock of index i is `i % len(docks)`."""
@@ -62,7 +62,7 @@ class Docking:
 
     def _dock(self, mini_batches: Sequence[Batch], replicas: Sequence[int], give: Give) -> "Dock":
         indices = [part.prompts.keys() for part in mini_batches]
-        return Dock(indices, replicas, give, most_ahead=self.most_ahead, speeds=self.speeds, in_equal_parts=self.holds)
+        return Dock(indices, replicas, give, max_ahead=self.max_ahead, speeds=self.speeds, in_equal_parts=self.holds)
 
 
 def has_fixed_shares(mini_batches: Sequence[Batch], *, by_index: bool) -> bool:
@@ -97,7 +97,7 @@ class Dock:
     Args:
         mini_batches: the indices of each.
         give: called for each group, and for each replica at the end of a mini-batch.
-        most_ahead, speeds: see `Docking`; a single replica gets everything at once.
+        max_ahead, speeds: see `Docking`; a single replica gets everything at once.
         in_equal_parts: as many tokens for each, at once.
     """
 
@@ -107,13 +107,13 @@ class Dock:
         replicas: Sequence[int],
         give: Give,
         *,
-        most_ahead: float = math.inf,
+        max_ahead: float = math.inf,
         speeds: dict[int, float] | None = None,
         in_equal_parts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._give = give
-        self._most_ahead = most_ahead
+        self._max_ahead = max_ahead
         self._speeds = {} if speeds is None else speeds
         self._in_equal_parts = in_equal_parts
         self._clock = clock
@@ -228,7 +228,7 @@ class Dock:
         num_unfinished = len(self._missing[self._current]) - len(self._heaps[self._current])
         mean = self._tokens_done / max(self._num_done, 1)
         left = self._num_waiting[self._current] + mean * num_unfinished
-        return min(self._most_ahead, left / (CHUNKS * len(self._replicas)))
+        return min(self._max_ahead, left / (CHUNKS * len(self._replicas)))
 
 
 def num_tokens(group: Group) -> int:

@@ -32,18 +32,18 @@ def frame(message: Message, parts: Sequence[bytes | memoryview] = ()) -> list[by
     return [LENGTHS.pack(len(text), sum(memoryview(part).nbytes for part in parts)), text, *parts]
 
 
-async def read_frame(reader: asyncio.StreamReader, most_bytes: int | None = None) -> tuple[Message, bytes]:
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int | None = None) -> tuple[Message, bytes]:
     """The next frame.
 
     Args:
-        most_bytes: of a peer that has not said who it is; a longer frame of it is none.
+        max_bytes: of a peer that has not said who it is; a longer frame of it is none.
 
     Raises:
         IncompleteReadError, ConnectionError: the peer is gone.
         ValueError: the bytes are no frame.
     """
     length, num_bytes = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
-    if most_bytes is not None and length + num_bytes > most_bytes:
+    if max_bytes is not None and length + num_bytes > max_bytes:
         raise ValueError(f"a frame of {length + num_bytes} bytes before a greeting")
     try:
         message = decode_message(await reader.readexactly(length))

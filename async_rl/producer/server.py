@@ -24,20 +24,20 @@ from contextlib import suppress
 from typing import Any
 
 from async_rl.errors import AsyncRLError, LeaderFailed, ProducerLost
+from async_rl.producer.batch_rollout import BatchRollout
 from async_rl.producer.connection import ALIVE, boot_id
 from async_rl.producer.frames import NO_PROMPT, Message, error_as_data, error_from_data, frame, read_frame
-from async_rl.producer.running_batch import RunningBatch
 
 log = logging.getLogger(__name__)
 
 GREETING_TIMEOUT_S = 5.0
 GREETING_BYTES = 2**12
-MOST_STRANGERS = 64
+MAX_STRANGERS = 64
 """Connections without a greeting; for a further one the oldest ends."""
 
 ALIVE_S = 1.0
 
-StartBatch = Callable[[int, Message], Awaitable[RunningBatch]]
+StartBatch = Callable[[int, Message], Awaitable[BatchRollout]]
 """(replica, its message) -> the running batch: the first replica's message starts it, the others wait for that."""
 
 
@@ -98,7 +98,7 @@ class ProducerServer:
 
     async def _greeting(self, task: asyncio.Task[Any], reader: asyncio.StreamReader) -> Message | None:
         """Of one of ours; None of a stranger, which gets no answer."""
-        if len(self._strangers) >= MOST_STRANGERS:
+        if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.cancel()
@@ -184,7 +184,7 @@ class _LeaderLink:
         self._writer = writer
         self._replica = replica
         self._start_batch = start_batch
-        self._batch: RunningBatch | None = None
+        self._batch: BatchRollout | None = None
         self._sending: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
 
@@ -225,7 +225,7 @@ class _LeaderLink:
                 elif self._batch is not None:
                     self._batch.hurry()
 
-    async def _send_groups(self, batch: RunningBatch) -> None:
+    async def _send_groups(self, batch: BatchRollout) -> None:
         try:
             async for message, parts in batch.messages(self._replica):
                 _send(self._writer, message, parts)

@@ -14,7 +14,7 @@ from async_rl.method.group_codec import pack
 from async_rl.method.types import Batch, Group, WeightVersion
 from async_rl.producer.dock import Docking, num_tokens
 from async_rl.producer.frames import NO_PROMPT, Message, error_as_data
-from async_rl.rollouts.groups.garbage import COLLECTIONS
+from async_rl.rollouts.groups.garbage_collection import COLLECTIONS
 from async_rl.rollouts.groups.group_maker import GroupMaker
 from async_rl.rollouts.groups.idle_work import IdleWork
 
@@ -35,7 +35,7 @@ FRAME_RESPONSES = 2**8
 would take as long as the loop may be at work on one thing."""
 
 
-class RunningBatch:
+class BatchRollout:
     """Begins to roll out the whole batch when it is made, on the running loop.
 
     Args:
@@ -225,13 +225,13 @@ class BatchStarts:
     """The running batch of each iteration, which several replicas ask for: the first one starts it."""
 
     def __init__(self) -> None:
-        self._batch: RunningBatch | None = None
+        self._batch: BatchRollout | None = None
         """The last one that was started."""
         self._failure: tuple[int, Exception] | None = None
         """The last iteration whose batch could not be started, and why."""
         self._started = asyncio.Condition()
 
-    async def of(self, replica: int, iteration: int, start: Callable[[], Awaitable[RunningBatch]]) -> RunningBatch:
+    async def of(self, replica: int, iteration: int, start: Callable[[], Awaitable[BatchRollout]]) -> BatchRollout:
         """What `start` makes, which the first replica calls; the others wait for that. Raises in all what it raises."""
         async with self._started:
             if replica == 0:
