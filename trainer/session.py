@@ -126,13 +126,13 @@ def open_session(
         if parallel.is_leader:
             rollouts = _connect(closing, config, parallel, shutdown, ProducerAddress(*address_of_producer))
         # Other ranks only measure times.
-        publish, recorder, restart = None, Recorder(None, counted.train.num_iterations), None
+        publish, recorder, restart = None, Recorder(), None
         if producer is not None:
             source = weight_source(megatron, parallel, shutdown.watch)
             sender = WeightSender(source, config.publish, run_id, parallel.device.BACKEND)
             closing.callback(sender.close)
             publish = partial(producer.control.publish, serve=partial(serve, sender))
-            recorder = RemoteRecorder(producer.control, require_lease, config.run.dir, counted.train.num_iterations)
+            recorder = RemoteRecorder(producer.control, require_lease)
             pool = megatron.training_pool
             restart = Restart(
                 config, producer, sender, contents, parallel.num_replicas, pool, recorder, require_lease, shutdown.watch

@@ -42,8 +42,9 @@ class BatchRollout:
         idle_work: gets the pool when the rollouts have finished.
         on_group: gets each group that finished.
         on_figures: gets those of the rollouts when all have finished, if there are any.
-        with_texts: groups have texts and rows, which training needs none of.
     """
+
+    pack = staticmethod(pack)
 
     def __init__(
         self,
@@ -54,8 +55,6 @@ class BatchRollout:
         idle_work: IdleWork | None = None,
         on_group: Callable[[Group], object] = lambda group: None,
         on_figures: Callable[[Mapping[str, Any]], None] = lambda figures: None,
-        *,
-        with_texts: bool = False,
     ) -> None:
         self._maker = maker
         self._batch = Batch.union(mini_batches)
@@ -63,7 +62,6 @@ class BatchRollout:
         self._idle_work = idle_work
         self._on_group = on_group
         self._on_figures = on_figures
-        self._with_texts = with_texts
         self._given: list[asyncio.Queue[Group | Message]] = [asyncio.Queue() for _ in range(docking.num_replicas)]
         self._docks = docking.docks(mini_batches, self._give)
         self._held: list[Group] | None = [] if docking.holds else None
@@ -99,7 +97,7 @@ class BatchRollout:
                         break
                     arrived = given.get_nowait()
             if groups:
-                headers, tokens, logprobs = pack(groups, with_texts=self._with_texts)
+                headers, tokens, logprobs = self.pack(groups)
                 message = {"groups": headers, "token_bytes": tokens.nbytes}
                 yield message, [tokens.data.cast("B"), logprobs.data.cast("B")]
             if not isinstance(arrived, Group):

@@ -71,13 +71,6 @@ def has_fixed_shares(mini_batches: Sequence[Batch], *, by_index: bool) -> bool:
     return by_index or any(part.has_reserve for part in mini_batches)
 
 
-def own_shares(mini_batches: Sequence[Batch], replica: int, num_replicas: int, *, by_index: bool) -> list[Batch]:
-    """Of each mini-batch, the prompts whose groups may come to a replica."""
-    if has_fixed_shares(mini_batches, by_index=by_index):
-        return [part.share(replica, num_replicas) for part in mini_batches]
-    return list(mini_batches)
-
-
 class _Replica:
     """What a replica has; tokens are those of prompts, once, and of responses."""
 

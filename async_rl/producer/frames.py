@@ -6,18 +6,24 @@ A message is plain data; tuples arrive as lists. Errors travel as plain data, to
 """
 
 import asyncio
+import logging
 import struct
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from async_rl.errors import AsyncRLError, ProducerFailed
 
+log = logging.getLogger(__name__)
+
 LENGTHS = struct.Struct(">IQ")
 
 Message = dict[str, Any]
+
+Carry = Callable[[str, Sequence[Any]], Any]
+"""Carries out a call: (name, arguments) -> plain result."""
 
 NO_PROMPT = -1
 """In place of the index of a prompt: a failure of the producer itself."""
@@ -50,6 +56,22 @@ async def read_frame(reader: asyncio.StreamReader, max_bytes: int | None = None)
     except RecursionError as error:
         raise ValueError("a message that is nested too deeply") from error
     return message, await reader.readexactly(num_bytes)
+
+
+def call_message(name: str, arguments: Sequence[Any]) -> Message:
+    return {"call": name, "arguments": arguments}
+
+
+def answer_to(call: Message, carry: Carry) -> tuple[Message, Exception | None]:
+    """The answer to a call, `{"done": result}` or `{"failed": error}`, and the error if it was an internal one."""
+    try:
+        return {"done": carry(call["call"], call["arguments"])}, None
+    except Exception as error:
+        # It is the caller's to decide what follows from it.
+        is_internal = not isinstance(error, AsyncRLError)
+        if is_internal:
+            log.exception("%s failed by an internal error", call["call"])
+        return {"failed": error_as_data(error)}, error if is_internal else None
 
 
 def error_as_data(error: BaseException) -> list[Any]:

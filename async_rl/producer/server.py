@@ -4,7 +4,7 @@ A connection begins with a greeting, `{"secret": ..., "role": "control" | "rollo
 clock and the host. Then, in frames of `frames.py`:
 
     control, one         {"call": name, "arguments": [...]} -> {"done": result} | {"failed": error}
-                         meanwhile {"serve": name, "arguments": [...]} <- {"served": result} | {"refused": error}
+                         meanwhile the same in the other direction
     rollouts, a replica  {"start": iteration}, of the first replica with "version", "first_reserve" and "mini_batches":
                             [[[index, prompt id], ...], ...]
                          -> {"groups": headers, "token_bytes"}, then both arrays ... {"complete": number of the
@@ -26,7 +26,17 @@ from typing import Any
 from async_rl.errors import AsyncRLError, LeaderFailed, ProducerLost
 from async_rl.producer.batch_rollout import BatchRollout
 from async_rl.producer.connection import ALIVE, boot_id
-from async_rl.producer.frames import NO_PROMPT, Message, error_as_data, error_from_data, frame, read_frame
+from async_rl.producer.frames import (
+    NO_PROMPT,
+    Carry,
+    Message,
+    answer_to,
+    call_message,
+    error_as_data,
+    error_from_data,
+    frame,
+    read_frame,
+)
 
 log = logging.getLogger(__name__)
 
@@ -141,16 +151,10 @@ class ControlLink:
         if message is None or "call" in message:
             self._calls.put(message)
 
-    def serve(self, work: Callable[[str, Sequence[Any]], Any]) -> None:
+    def serve(self, work: Carry) -> None:
         """Carries out one call after the other, until the connection ends."""
-        while (message := self._calls.get()) is not None:
-            try:
-                answer = {"done": work(message["call"], message["arguments"])}
-            except Exception as error:
-                if not isinstance(error, AsyncRLError):
-                    log.exception("%s failed by an internal error", message["call"])
-                answer = {"failed": error_as_data(error)}
-            self._say(answer)
+        while (call := self._calls.get()) is not None:
+            self._say(answer_to(call, work)[0])
 
     def ask(self, name: str, arguments: Sequence[Any]) -> Any:
         """Has the main rank do something while it waits for its call.
@@ -160,11 +164,11 @@ class ControlLink:
             LeaderFailed: it failed there by an internal error.
             ProducerLost: the main rank is gone; nobody is left to be told.
         """
-        self._say({"serve": name, "arguments": arguments})
+        self._say(call_message(name, arguments))
         match self._answers.get():
-            case {"served": result}:
+            case {"done": result}:
                 return result
-            case {"refused": error}:
+            case {"failed": error}:
                 raise error_from_data(error, "the main training rank", LeaderFailed)
         raise ProducerLost("the main training rank has left in the middle of a publish")
 

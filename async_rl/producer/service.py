@@ -27,8 +27,8 @@ from async_rl.method.types import Batch, Group, Prompt, Publication
 from async_rl.producer.batch_rollout import BatchRollout, BatchStarts
 from async_rl.producer.client import MAX_IDLE_WORK_S, publication_of
 from async_rl.producer.dock import Docking
-from async_rl.producer.frames import Message
-from async_rl.records.recorder import IterationRecord, Recorder
+from async_rl.producer.frames import Carry, Message
+from async_rl.records.recorder import IterationRecord, RunRecorder
 from async_rl.records.records import ROLLOUTS
 from async_rl.records.samples import NUM_GROUPS, FirstGroups
 from async_rl.records.throughput import ModelSize, TrainingPool
@@ -66,9 +66,6 @@ CLOSE_TIMEOUT_S = 30.0
 
 log = logging.getLogger(__name__)
 
-Ask = Callable[[str, Sequence[Any]], Any]
-"""Has the main rank do something while it waits for a publish: (name, arguments) -> plain result."""
-
 
 class ProducerService:
     """
@@ -104,7 +101,7 @@ class ProducerService:
         self._reward: Reward
         self._prompts: PromptSource
         self._maker: GroupMaker
-        self._recorder: Recorder
+        self._recorder: RunRecorder
         self._publisher: Publisher | None = None
         self._evaluator: Evaluator | None = None
         self._docking = Docking()
@@ -161,7 +158,7 @@ class ProducerService:
         loop.run(self._maker.start(), START_TIMEOUT_S)
         # Collections of garbage stop all rollouts: what has been made until now stays, and is not looked at again.
         gc.freeze()
-        self._recorder = Recorder(
+        self._recorder = RunRecorder(
             config.run.dir,
             config.train.num_iterations,
             server.metrics.note,
@@ -176,7 +173,7 @@ class ProducerService:
         self._closing.callback(self._recorder.close)
         return server.port
 
-    def publish(self, version: str, ask: Ask) -> Publication:
+    def publish(self, version: str, ask: Carry) -> Publication:
         """Puts the trainer's weights in service as `version`; `ask` has its main rank send them.
 
         Raises:

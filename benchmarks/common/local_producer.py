@@ -7,6 +7,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from async_rl.method.group_codec import pack
 from async_rl.method.types import Batch, Prompt, WeightVersion
 from async_rl.producer.batch_rollout import BatchRollout, BatchStarts
 from async_rl.producer.client import RemoteRolloutSource, RemoteRun
@@ -22,6 +23,10 @@ from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.net.listener import listen
 
 LOST_AFTER_S = 30.0
+
+
+class RolloutWithTexts(BatchRollout):
+    pack = staticmethod(partial(pack, with_texts=True))
 
 
 class LocalProducer:
@@ -83,14 +88,13 @@ class LocalProducer:
         return await self._batches.of(replica, message["start"], partial(self._begin, message))
 
     async def _begin(self, message: Message) -> BatchRollout:
-        return BatchRollout(
+        return (RolloutWithTexts if self.with_texts else BatchRollout)(
             self.maker,
             [Batch(message["start"], prompts, message["first_reserve"]) for prompts in self.prompts_of(message)],
             message["version"],
             self._docking,
             self.idle_work,
             on_figures=self._on_figures,
-            with_texts=self.with_texts,
         )
 
 

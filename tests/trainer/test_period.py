@@ -70,7 +70,7 @@ def trained(
         rollouts = ReplayedRolloutSource(ragged_groups, random.Random(arrival), all_at_once=mode == "synchronous")
         config = TrainSection.model_validate({"iterations": NUM_ITERATIONS, "mode": mode, "order": order})
         ledger = Ledger(None, responses_per_prompt=1, limits=NoiseLimits(float("inf")))
-        train(config, UnpublishedTrainer(megatron), rollouts, rollouts, ledger, Recorder(None, NUM_ITERATIONS))
+        train(config, UnpublishedTrainer(megatron), rollouts, rollouts, ledger, Recorder())
         return {spec.name: tensor.clone() for spec, tensor in megatron.export.stream()}
 
     return run

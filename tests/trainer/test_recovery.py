@@ -235,7 +235,7 @@ def restart(tmp_path: Path, model: Path, digests: dict[str, str]) -> tuple[Resta
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 3}\n{"iteration": 4}\n{"itera')
     parts: Any = Replaced(digests)
     before = contents_of(config, {"digests": {"0 to 9": "old"}}, "")
-    recorder: Any = RemoteRecorder(Control(parts), lambda: None, tmp_path, 9)
+    recorder: Any = RemoteRecorder(Control(parts), lambda: None)
     return Restart(config, parts, parts, before, 1, None, recorder, lambda: None, lambda: None), parts  # type: ignore[arg-type]
 
 

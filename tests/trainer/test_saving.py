@@ -122,7 +122,7 @@ class Runs:
                     rollouts,
                     rollouts,
                     ledger,
-                    Recorder(None, NUM_ITERATIONS),
+                    Recorder(),
                     progress.first_iteration,
                     progress.after_iteration,
                 )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from async_rl.method.types import Batch, Group, Prompt
-from async_rl.producer.dock import Dock, Docking, has_fixed_shares, num_tokens, own_shares
+from async_rl.producer.dock import Dock, Docking, has_fixed_shares, num_tokens
 from tests.support.groups import random_group
 
 MICRO_BATCH = 4000
@@ -233,10 +233,8 @@ def test_a_measured_speed_follows_the_replica() -> None:
 def test_shares_are_fixed_by_index_and_for_a_reserve() -> None:
     prompts = {i: Prompt(f"p{i}", (1,), {}) for i in range(6)}
     whole, reserve = Batch(0, prompts), Batch(0, prompts, 4)
-    assert own_shares([whole], 1, 2, by_index=False) == [whole]
-    assert own_shares([whole], 1, 2, by_index=True) == [whole.share(1, 2)]
-    assert own_shares([reserve], 1, 2, by_index=False) == [reserve.share(1, 2)]
-    assert has_fixed_shares([reserve], by_index=False) and not has_fixed_shares([whole], by_index=False)
+    assert has_fixed_shares([whole], by_index=True) and has_fixed_shares([reserve], by_index=False)
+    assert not has_fixed_shares([whole], by_index=False)
 
 
 def test_a_large_batch_is_placed_in_no_time() -> None:

@@ -144,7 +144,6 @@ class FailingRecorder(Recorder):
     """Writes nothing, and fails at one iteration."""
 
     def __init__(self, fails_at: int) -> None:
-        super().__init__(None, NUM_ITERATIONS)
         self._fails_at = fails_at
 
     def end(self, record: IterationRecord, publication: Publication) -> None:
