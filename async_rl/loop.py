@@ -1,8 +1,9 @@
 """Algorithm 1 of Periodic Asynchrony (arXiv 2511.18871) and nothing else.
 
-`Trainer` is implemented on Megatron by `trainer`, `PromptBatches` by `async_rl.rollouts.data.prompts` and `Rollouts` by
-`async_rl.producer.client`. Every training rank runs this same loop; the leader of each data-parallel replica gets
-groups of each batch from the producer, which gives each to one replica, and the replica's other ranks get them from it.
+`Trainer` is implemented on Megatron by `trainer`, `PromptBatches` by `async_rl.rollouts.data.prompts` and
+`RolloutSource` by `async_rl.producer.client`. Every training rank runs this same loop; the leader of each data-parallel
+replica gets groups of each batch from the producer, which gives each to one replica, and the replica's other ranks get
+them from it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +67,7 @@ class PromptBatches(Protocol):
         ...
 
 
-class Rollouts(Protocol):
+class RolloutSource(Protocol):
     def start(self, mini_batches: Sequence[Batch], version: WeightVersion) -> AbstractContextManager[FinishedGroups]:
         """Dispatches the whole batch and returns immediately; the groups arrive as they finish."""
         ...
@@ -76,7 +77,7 @@ def train(
     config: TrainSection,
     trainer: Trainer,
     prompts: PromptBatches,
-    producer: Rollouts,
+    producer: RolloutSource,
     ledger: Ledger,
     recorder: Recorder,
     first_iteration: int = 0,

@@ -2,12 +2,12 @@
 
     python -m benchmarks.dock --json [--batches N]
 
-Real sockets and processes: a producer (`ProducerServer`, `RunningBatch`, the dock), and replicas that take groups as a
-trainer's leader does (`RemoteRollouts`, `TrainingOrder`, `pack_windows`) and meet in a collective of gloo at each step.
-Rollouts and training take time and compute nothing, so that two cores carry five processes: a group finishes when its
-longest response does, at `TOKENS_PER_S` a response; a replica trains a micro-batch in proportion to its tokens, and all
-of them together, none slowed, would need as long as the longest rollout. Lengths are log-normal with the given sigma,
-cut at eight times their median. Both ways see the same groups in turn, in the same processes.
+Real sockets and processes: a producer (`ProducerServer`, `BatchRollout`, the dock), and replicas that take groups as a
+trainer's leader does (`RemoteRolloutSource`, `TrainingOrder`, `pack_windows`) and meet in a collective of gloo at each
+step. Rollouts and training take time and compute nothing, so that two cores carry five processes: a group finishes when
+its longest response does, at `TOKENS_PER_S` a response; a replica trains a micro-batch in proportion to its tokens, and
+all of them together, none slowed, would need as long as the longest rollout. Lengths are log-normal with the given
+sigma, cut at eight times their median. Both ways see the same groups in turn, in the same processes.
 
 One line per number of replicas, sigma and slowness of the first replica: the share of an iteration that a replica waits
 at the step for the last one, on average, and the length of the iteration relative to fixed shares.
@@ -33,11 +33,11 @@ from async_rl.config.train_section import TrainSection
 from async_rl.method.token_arrays import Logprobs, TokenIds
 from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Batch, Group, Prompt, Response, WeightSpan
-from async_rl.producer.client import RemoteRollouts
+from async_rl.producer.batch_rollout import BatchRollout, BatchStarts
+from async_rl.producer.client import RemoteRolloutSource
 from async_rl.producer.dock import Docking, num_tokens
 from async_rl.producer.frames import Message
 from async_rl.producer.process import ProducerAddress
-from async_rl.producer.running_batch import BatchStarts, RunningBatch
 from async_rl.producer.server import ProducerServer
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.net.listener import listen
@@ -47,7 +47,7 @@ VERSION = "v1"
 PROMPTS_PER_REPLICA = 32
 RESPONSES = 8
 MEDIAN_TOKENS = 100
-LONGEST = 8 * MEDIAN_TOKENS
+MAX_TOKENS = 8 * MEDIAN_TOKENS
 PROMPT_TOKENS = 64
 TOKENS_PER_S = 400.0
 """Of one response: the longest takes two seconds."""
@@ -73,7 +73,7 @@ class DrawnRollouts:
     def drawn(self, iteration: int, index: int, prompt: Prompt) -> Group:
         rng = random.Random(f"{self._case} {iteration} {index}")
         lengths = [
-            max(1, min(LONGEST, round(MEDIAN_TOKENS * rng.lognormvariate(0, self._case.sigma)))) for _ in range(8)
+            max(1, min(MAX_TOKENS, round(MEDIAN_TOKENS * rng.lognormvariate(0, self._case.sigma)))) for _ in range(8)
         ]
         responses = tuple(
             Response(
@@ -119,22 +119,22 @@ class Producer:
     def __init__(self, case: Case, loop: EventLoopThread) -> None:
         self._rollouts = DrawnRollouts(case)
         self._case = case
-        self._docking = Docking(case.num_replicas, most_ahead=MICRO_BATCH)
+        self._docking = Docking(case.num_replicas, max_ahead=MICRO_BATCH)
         self._batches = BatchStarts()
         secret, listener = secrets.token_hex(), listen("the producer", "127.0.0.1", 0, None)
         self.server = ProducerServer(secret, self._of_replica)
         loop.run(self.server.start(listener))
         self.address = ProducerAddress("127.0.0.1", listener.getsockname()[1], secret)
 
-    async def _of_replica(self, replica: int, message: Message) -> RunningBatch:
+    async def _of_replica(self, replica: int, message: Message) -> BatchRollout:
         iteration = message["start"]
 
-        async def start() -> RunningBatch:
+        async def start() -> BatchRollout:
             # The same draws for both.
             batch = replace(make_batch(self._case, iteration // 2), iteration=iteration)
             docking = replace(self._docking, by_index=bool(iteration % 2))
             rollouts: Any = _OfBatch(self._rollouts, iteration // 2)
-            return RunningBatch(rollouts, [batch], VERSION, docking)
+            return BatchRollout(rollouts, [batch], VERSION, docking)
 
         return await self._batches.of(replica, iteration, start)
 
@@ -166,7 +166,7 @@ def replica_process(
         seconds = max(map(longest, groups)) / TOKENS_PER_S
         speed = sum(map(num_tokens, groups)) / case.num_replicas / seconds * (case.slowed if replica == 0 else 1.0)
         config = TrainSection(iterations=1)
-        source = RemoteRollouts(connection, lambda: None, replica, case.num_replicas, by_index=by_index)
+        source = RemoteRolloutSource(connection, lambda: None, replica, case.num_replicas, by_index=by_index)
         dist.barrier()
         began_s = time.monotonic()
         mine: list[int] = []

@@ -23,9 +23,9 @@ from async_rl.shared.programs.error_text import error_text
 from async_rl.shared.programs.parts import has_part, load_part
 from async_rl.shared.protocol.fleet import FleetInfo
 from deploy.cluster.fleet import read_fleet
-from deploy.cluster.kept_process import ENDED
 from deploy.cluster.restarts import num_trained
 from deploy.cluster.run_view import printable
+from deploy.cluster.supervised_process import ENDED
 from deploy.cluster.tasks import LAUNCH_FILE, LEFT, Launch, Task, read_launch
 
 PIPE_WIDTH = 240

@@ -28,8 +28,8 @@ def new_boot_id() -> str:
 
 def identity_headers(boot_id: str, max_concurrency: int | None) -> dict[str, str]:
     """The headers of every response."""
-    told = {} if max_concurrency is None else {MAX_CONCURRENCY_HEADER: str(max_concurrency)}
-    return {BOOT_ID_HEADER: boot_id} | told
+    reported = {} if max_concurrency is None else {MAX_CONCURRENCY_HEADER: str(max_concurrency)}
+    return {BOOT_ID_HEADER: boot_id} | reported
 
 
 class Identity:
@@ -52,5 +52,7 @@ class IdentityFromEnvironment(Identity):
     """For vLLM, which constructs middlewares with the application as the only argument."""
 
     def __init__(self, app: ASGIApp) -> None:
-        told = os.environ.get(MAX_CONCURRENCY_VARIABLE, "")
-        super().__init__(app, identity_headers(os.environ[BOOT_ID_VARIABLE], int(told) if told.isdecimal() else None))
+        reported = os.environ.get(MAX_CONCURRENCY_VARIABLE, "")
+        super().__init__(
+            app, identity_headers(os.environ[BOOT_ID_VARIABLE], int(reported) if reported.isdecimal() else None)
+        )

@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; True ends the server.
 
-        A dead engine is told to the requests that waited for it, which are answered within the grace time.
+        A dead engine is reported to the requests that waited for it, which are answered within the grace time.
         """
         is_free = self._registration is not None and self._registration.leave_requested.is_set()
         has_left = self._leaving is not None and not self._leaving.is_alive()
@@ -108,8 +108,8 @@ def serve(options: Options, listener: socket.socket, token: str | None) -> None:
 
 def _num_threads(environment: Mapping[str, str]) -> int:
     """OpenMP's variable may list a number for each level of nested regions; one that it would ignore is ignored."""
-    told = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(told) if told.isdecimal() and int(told) > 0 else os.cpu_count() or 1
+    reported = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(reported) if reported.isdecimal() and int(reported) > 0 else os.cpu_count() or 1
 
 
 def _make_engine(options: Options, loaded: LoadedModel, device: torch.device, dtype: torch.dtype) -> TransformersEngine:

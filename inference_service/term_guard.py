@@ -35,17 +35,17 @@ class TermGuard:
         self._highest: dict[bytes, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        told = dict(scope["headers"]).get(_HEADER) if scope["type"] == "http" else None
-        if told is not None and (refusal := self._refusal(told, scope["path"] not in OPEN_PATHS)) is not None:
+        reported = dict(scope["headers"]).get(_HEADER) if scope["type"] == "http" else None
+        if reported is not None and (refusal := self._refusal(reported, scope["path"] not in OPEN_PATHS)) is not None:
             message, status = refusal
             await error_response(message, status, SUPERSEDED_TERM)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refusal(self, told: bytes, learns: bool) -> tuple[str, HTTPStatus] | None:
-        match = _VALUE.fullmatch(told)
+    def _refusal(self, reported: bytes, learns: bool) -> tuple[str, HTTPStatus] | None:
+        match = _VALUE.fullmatch(reported)
         if match is None:
-            message = f"the header {TERM_HEADER} is {told.decode(errors='replace')!r}: expected RUN_UID:TERM"
+            message = f"the header {TERM_HEADER} is {reported.decode(errors='replace')!r}: expected RUN_UID:TERM"
             return message, HTTPStatus.BAD_REQUEST
         run, term = match[1], int(match[2])
         highest = max(self._highest.get(run, term), term)

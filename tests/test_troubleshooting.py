@@ -8,7 +8,7 @@ import signal
 from async_rl import errors
 from async_rl.errors import AsyncRLError
 from async_rl.shared.programs.command_line import USAGE_ERROR
-from deploy.cluster.restarts import BAD_INPUT, DONE, FENCED, LASTING, NO_FLEET, TOLD
+from deploy.cluster.restarts import BAD_INPUT, DONE, FENCED, LASTING, NO_FLEET, STOPPED
 from deploy.cluster.stopping import Stopped
 from inference_service.__main__ import EXIT_CODES
 from tests.support import ROOT
@@ -29,7 +29,7 @@ def test_every_named_error_is_listed_once_with_whether_a_restart_may_help() -> N
 
 def test_every_exit_code_is_listed() -> None:
     used = {
-        *(DONE, USAGE_ERROR, BAD_INPUT, NO_FLEET, LASTING, FENCED, TOLD, os.EX_TEMPFAIL),
+        *(DONE, USAGE_ERROR, BAD_INPUT, NO_FLEET, LASTING, FENCED, STOPPED, os.EX_TEMPFAIL),
         *(process_end.MAY_PASS, process_end.LASTING, process_end.FENCED),
         *EXIT_CODES.values(),
         *(Stopped(number).exit_code for number in (signal.SIGINT, signal.SIGTERM)),

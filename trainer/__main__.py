@@ -30,9 +30,9 @@ from trainer.process_end import end_now, end_with_torchrun, exit_code_of
 from trainer.stop_signal import StopSignal
 
 if TYPE_CHECKING:
-    from trainer.ending import Ending
     from trainer.parallel import Parallel
     from trainer.session import Session
+    from trainer.shutdown import Shutdown
 
 log = logging.getLogger("trainer")
 
@@ -107,7 +107,7 @@ def make_parser() -> Parser:
 
 def run(config: Config, stop: StopSignal) -> None:
     """Trains to the end and saves the model to `run.dir`/model."""
-    with training_ranks(config, stop) as (parallel, ending):
+    with training_ranks(config, stop) as (parallel, shutdown):
         # See `training_ranks`.
         with loading(), stop.loading():
             from async_rl.shared.cpu.lean_imports import scan_models_once
@@ -118,7 +118,7 @@ def run(config: Config, stop: StopSignal) -> None:
 
         # All before it leaves the run's directory as it is: the instances may still turn out not to start.
         wait_at_gate(os.environ)
-        with open_session(config, parallel, ending) as session:
+        with open_session(config, parallel, shutdown) as session:
 
             def train_from(iteration: int) -> None:
                 train(
@@ -132,16 +132,16 @@ def run(config: Config, stop: StopSignal) -> None:
                     session.saving.after_iteration,
                 )
                 # A rank that has failed after the last step is not at work on the model's files.
-                ending.meet(may_stop=False)
+                shutdown.meet(may_stop=False)
 
-            with ending.saving(session.saving.save_last):
+            with shutdown.saving(session.saving.save_last):
                 session.recovery.train(train_from)
             session.megatron.save_hf(config.run.dir / "model")
             if config.evaluation.sets:
-                _evaluate_trained(config, session, ending)
+                _evaluate_trained(config, session, shutdown)
 
 
-def _evaluate_trained(config: Config, session: "Session", ending: "Ending") -> None:
+def _evaluate_trained(config: Config, session: "Session", shutdown: "Shutdown") -> None:
     """Evaluates the weights after the last step, which no iteration publishes. They are saved: what fails is logged.
 
     Raises:
@@ -159,11 +159,11 @@ def _evaluate_trained(config: Config, session: "Session", ending: "Ending") -> N
             config.run.dir / "model",
         )
     # The other ranks stay until the main rank has evaluated.
-    ending.meet(may_stop=False)
+    shutdown.meet(may_stop=False)
 
 
 @contextmanager
-def training_ranks(config: Config, stop: StopSignal) -> "Iterator[tuple[Parallel, Ending]]":
+def training_ranks(config: Config, stop: StopSignal) -> "Iterator[tuple[Parallel, Shutdown]]":
     """Joins the other ranks, and leaves them at exit."""
     # Imported after the config was validated, so that a typo is reported without loading torch and Megatron.
     with loading(), stop.loading():
@@ -171,19 +171,19 @@ def training_ranks(config: Config, stop: StopSignal) -> "Iterator[tuple[Parallel
 
         device = choose_device(config.trainer.device, config.train.exact)
         # On an NPU, MindSpeed must be loaded before Megatron.
-        from trainer.ending import Ending
         from trainer.lifeline import Lifeline
         from trainer.parallel import init_parallel
+        from trainer.shutdown import Shutdown
 
     parallel = init_parallel(device, config.run.seed, config.trainer)
     lifeline = Lifeline(parallel, config.trainer.lost_after_s, end_now)
-    ending = Ending(parallel, stop, config.checkpoint.grace_s)
+    shutdown = Shutdown(parallel, stop, config.checkpoint.grace_s)
     try:
-        yield parallel, ending
+        yield parallel, shutdown
     finally:
         lifeline.close()
         parallel.close()
-        ending.close()
+        shutdown.close()
 
 
 def run_process(arguments: list[str], work: Work | None = None) -> NoReturn:

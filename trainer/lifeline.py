@@ -30,7 +30,7 @@ BEATS_PER_LIMIT = 9
 BEATS_TO_LOSE = 6
 """A rank that misses so many beats in a row is lost; in the time of the others all ranks learn of it."""
 
-BEATS_TO_TELL = 2.5
+BEATS_TO_REPORT = 2.5
 LOST = "lost"
 CLOSED = 2**40
 """Added to the count of a rank that ends: it is not missed any more."""
@@ -92,7 +92,7 @@ class Lifeline:
         # Of the other ranks that are read and, under this rank's own number, of the store.
         self._silence = Silence(max_step_s=2 * self._interval_s)
         self._store_error = ""
-        self._told = ""
+        self._reported = ""
         self._thread: threading.Thread | None = None
         if self._num_ranks > 1:
             self._store = _new_connection(f"async-rl/lifeline/{parallel.broadcast_json(secrets.token_hex(4))}")
@@ -123,10 +123,10 @@ class Lifeline:
         self._store.add(str(self._rank), 1)
         read = [rank for rank in range(self._num_ranks) if rank != self._rank] if self._rank == 0 else [0]
         counts = {rank: self._store.add(str(rank), 0) for rank in read}
-        if self._rank == 0 and self._told:
-            self._store.set(LOST, self._told)
+        if self._rank == 0 and self._reported:
+            self._store.set(LOST, self._reported)
         elif self._rank != 0 and self._store.check([LOST]):
-            self._told = self._store.get(LOST).decode()
+            self._reported = self._store.get(LOST).decode()
         with self._lock:
             self._silence.note_count(self._rank, beat)
             for rank, count in counts.items():
@@ -137,13 +137,13 @@ class Lifeline:
             with self._lock:
                 self._silence.note_time()
                 silent = self._silence.longer_than(BEATS_TO_LOSE * self._interval_s)
-            if silent and not self._told:
-                self._told = self._description(silent)
+            if silent and not self._reported:
+                self._reported = self._description(silent)
                 if self._rank == 0:
-                    log.error("%s", self._told)
-                    self._closing.wait(BEATS_TO_TELL * self._interval_s)
-            if self._told and not self._closing.is_set():
-                self._on_loss(RankLost(f"{self._told}; start the run again with run.resume = true"))
+                    log.error("%s", self._reported)
+                    self._closing.wait(BEATS_TO_REPORT * self._interval_s)
+            if self._reported and not self._closing.is_set():
+                self._on_loss(RankLost(f"{self._reported}; start the run again with run.resume = true"))
                 return
 
     def _description(self, silent: list[int]) -> str:

@@ -18,10 +18,10 @@ from trainer.batching.group_slice import GroupSlice
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_host
 
-LARGEST_EXPONENT = 700.0
+MAX_EXPONENT = 700.0
 """exp(d) of a larger d overflows float64; its contribution to k3 exceeds any limit anyway."""
 
-LARGEST_GAP = 1e30
+MAX_GAP = 1e30
 """Larger gaps count as not finite: no two log-probs differ by so much, and their squares would overflow."""
 
 
@@ -93,7 +93,7 @@ def sums_of(gaps_N: torch.Tensor, clip: float, log_ratios_KN: torch.Tensor | Non
         log_ratios_KN = gaps_N.new_full((len(POWERS), len(gaps_N)), math.nan)
     ratios_KN = log_ratios_KN + gaps_N
     ratios_KN = ratios_KN[:, ratios_KN.isfinite().all(0)]
-    finite = gaps_N[gaps_N.abs() < LARGEST_GAP]
+    finite = gaps_N[gaps_N.abs() < MAX_GAP]
     size, clipped = finite.abs(), finite.clamp(-clip, clip)
     bins = (BINS_PER_OCTAVE * (size / SMALLEST).log2()).ceil().clamp(min=0).long()
     return LogprobGaps(
@@ -104,7 +104,7 @@ def sums_of(gaps_N: torch.Tensor, clip: float, log_ratios_KN: torch.Tensor | Non
         squares=float(finite.square().sum()),
         clipped_sum=float(clipped.sum()),
         clipped_squares=float(clipped.square().sum()),
-        k3_sum=float((finite.clamp(max=LARGEST_EXPONENT).expm1() - finite).sum()),
+        k3_sum=float((finite.clamp(max=MAX_EXPONENT).expm1() - finite).sum()),
         largest=float(size.max()) if len(size) else 0.0,
         bins=tuple((number, count) for number, count in enumerate(torch.bincount(bins).tolist()) if count),
         num_drawn=ratios_KN.shape[1],

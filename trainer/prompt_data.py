@@ -50,14 +50,14 @@ def load_prompts_and_contents(
             said["contents"] = contents_of(config, loaded, said["algorithm"]).as_json()
     except (ConfigError, WriteFailed) as error:
         said["failure"] = [str(error), isinstance(error, WriteFailed)]
-    told = parallel.gather_json(said)
-    for each in told:
+    reported = parallel.gather_json(said)
+    for each in reported:
         if "failure" in each:
             message, no_room = each["failure"]
             raise WriteFailed(message) if no_room else ConfigError(message)
-    if len({each["algorithm"] for each in told if "algorithm" in each}) > 1:
+    if len({each["algorithm"] for each in reported if "algorithm" in each}) > 1:
         raise ConfigError(f"the file of algorithm.name {config.algorithm.name!r} is not the same on all hosts")
-    (contents,) = (each["contents"] for each in told if "contents" in each)
+    (contents,) = (each["contents"] for each in reported if "contents" in each)
     outlines = parallel.broadcast_json(outlines)
     assert outlines is not None
     return PromptSource.by_outlines(outlines, config.prompts, config.run.seed), Contents(**contents)

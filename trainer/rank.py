@@ -12,8 +12,8 @@ from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Batch, Group, Publication, WeightVersion
 from async_rl.shared.weights.sender import WeightSource
 from async_rl.shared.weights.stream import Stream
-from trainer.ending import Ending
 from trainer.parallel import Parallel
+from trainer.shutdown import Shutdown
 from trainer.trainer import MegatronTrainer
 
 STREAM = "stream"
@@ -36,21 +36,21 @@ class TrainingRank:
         parallel: Parallel,
         run_id: str,
         publish: Callable[[WeightVersion], Publication] | None,
-        ending: Ending,
+        shutdown: Shutdown,
         require_lease: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
         run_id: the same on every rank, and unique, so that an instance of an earlier run is never taken for an instance
             of this run.
         publish: on the main rank only: puts the weights in service as a version.
-        ending: notifies all ranks that the run ends.
+        shutdown: notifies all ranks that the run ends.
         require_lease: on the main rank only: raises Fenced if another trainer has taken over the run.
         """
         self._megatron = megatron
         self._parallel = parallel
         self._run_id = run_id
         self._publish = publish
-        self._ending = ending
+        self._shutdown = shutdown
         self._require_lease = require_lease
         self._num_publishes = 0
 
@@ -70,31 +70,31 @@ class TrainingRank:
             Fenced: another trainer has taken over the run; the other ranks raise `LeaderFailed`.
             RunStopped: a rank was requested to end.
         """
-        self._ending.meet(may_stop=True)
+        self._shutdown.meet(may_stop=True)
         version = f"{self._run_id}-{self._num_publishes}"
         self._num_publishes += 1
         self._megatron.before_publish()
         publication = self._lead_publish(self._publish, version) if self._publish else self._help_to_publish()
-        self._ending.part()
+        self._shutdown.separate()
         return publication
 
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
-        self._ending.part()
-        order.watch = self._ending.watch
-        for window in self._megatron.windows(order, self._ending.together):
-            self._ending.tell()
+        self._shutdown.separate()
+        order.watch = self._shutdown.watch
+        for window in self._megatron.windows(order, self._shutdown.together):
+            self._shutdown.announce_stop()
             yield window
 
     def accumulate(self, window: Window) -> list[GroupProof]:
         return self._megatron.accumulate(window)
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
-        with self._ending.together():
+        with self._shutdown.together():
             return self._megatron.gather(rows)
 
     def optimizer_step(self) -> StepStats:
         # The proof has the same result on all ranks, but the main rank may have failed to write it.
-        with self._ending.together():
+        with self._shutdown.together():
             return self._megatron.optimizer_step()
 
     def _lead_publish(self, publish: Callable[[WeightVersion], Publication], version: WeightVersion) -> Publication:
@@ -164,11 +164,11 @@ def weight_source(megatron: MegatronTrainer, parallel: Parallel, watch: Callable
     return WeightSource(megatron.export.specs, stream, score, change, weights.classes, weights.one_tensor, watch)
 
 
-class NoRollouts:
+class NoRolloutSource:
     """The rollouts of a rank that is not its replica's leader: the leader sends it the groups."""
 
     @contextmanager
-    def start(self, mini_batches: Sequence[Batch], version: WeightVersion) -> Iterator["NoRollouts"]:
+    def start(self, mini_batches: Sequence[Batch], version: WeightVersion) -> Iterator["NoRolloutSource"]:
         yield self
 
     def ready(self, wait: bool) -> list[Group]:

@@ -7,7 +7,7 @@ half of one producer and half of another, and the run trains what it would have 
 The old producer is killed, and has ended, before the new one is started: of both only one can ever write, or ask an
 instance for something. After the last step of a batch the iteration is whole: another producer writes its record, and
 the next iteration begins. A loss after some of several steps, or a second one in the same iteration, ends the run as
-any other fault does (`ending.py`).
+any other fault does (`shutdown.py`).
 """
 
 import logging
@@ -21,21 +21,21 @@ from typing import Any, Protocol
 
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, Fenced, LeaderFailed, ProducerLost, RunStopped
-from async_rl.producer.client import Control, RemoteRecorder, RemoteRollouts
+from async_rl.producer.client import Control, RemoteRecorder, RemoteRolloutSource
 from async_rl.producer.process import END_TIMEOUT_S, ProducerAddress
 from async_rl.records.records import cut_record_of, cut_run_records
 from async_rl.records.throughput import TrainingPool
 from async_rl.shared.weights.sender import WeightSender
 from trainer.checkpoint.compatibility import Contents, content_changes
-from trainer.ending import Ending
 from trainer.parallel import Parallel
 from trainer.prompt_data import begin_loading, contents_of
 from trainer.saving import Saving
+from trainer.shutdown import Shutdown
 from trainer.trainer import MegatronTrainer
 
 log = logging.getLogger(__name__)
 
-MOST_LOSSES = 1
+MAX_LOSSES = 1
 """Of producers, without a whole iteration in between: what ends a second one at the same place, such as a host without
 memory or a reward that kills its process, will end a third one. Launchers restart the run then: more and more slowly,
 and not for ever."""
@@ -107,7 +107,7 @@ class OwnProducer:
         training_pool: TrainingPool,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
-        """Has it wait for the instances and open the fleet endpoint, always at the same port; see `Work.open`."""
+        """Waits for the instances and opens the fleet endpoint, always at the same port: `ProducerService.open`."""
         arguments = (first_iteration, num_replicas, training_pool, self._fleet_port)
         self._fleet_port = self.control.call("open", *arguments, watch=watch)
         self._is_open = True
@@ -163,20 +163,20 @@ class Restart:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankState:
     """How one rank stands after an error."""
 
     error: str
     """Its class."""
     text: str
-    told_to_end: bool
+    is_stop_requested: bool
     iteration: int
     """The first that is not whole."""
     is_sound: bool
     """Whether the weights are those that this iteration begins with."""
 
 
-def obstacle(ranks: Sequence[Standing], num_losses: int) -> str | None:
+def obstacle(ranks: Sequence[RankState], num_losses: int) -> str | None:
     """Why the iteration cannot be repeated with another producer; None if it can.
 
     Args:
@@ -190,7 +190,7 @@ def obstacle(ranks: Sequence[Standing], num_losses: int) -> str | None:
         return "it is not the producer that was lost"
     if len({rank.iteration for rank in ranks}) > 1 or not all(rank.is_sound for rank in ranks):
         return "some of the steps of a batch were taken, and not all"
-    if num_losses >= MOST_LOSSES:
+    if num_losses >= MAX_LOSSES:
         return f"it was lost before in iteration {ranks[0].iteration}"
     return None
 
@@ -206,15 +206,15 @@ class Recovery:
     def __init__(
         self,
         parallel: Parallel,
-        ending: Ending,
+        shutdown: Shutdown,
         megatron: MegatronTrainer,
         saving: Saving,
-        rollouts: RemoteRollouts | None,
+        rollouts: RemoteRolloutSource | None,
         restart: Callable[[int], list[Any]] | None,
         lost_after_s: float,
     ) -> None:
         self._parallel = parallel
-        self._ending = ending
+        self._shutdown = shutdown
         self._megatron = megatron
         self._saving = saving
         self._rollouts = rollouts
@@ -250,9 +250,11 @@ class Recovery:
             AsyncRLError: `error`, if the run cannot go on.
         """
         saving = self._saving
-        own = Standing(type(error).__name__, str(error), self._ending.told, saving.first_unsound, saving.is_sound)
+        own = RankState(
+            type(error).__name__, str(error), self._shutdown.is_requested, saving.first_unsound, saving.is_sound
+        )
         try:
-            ranks = [Standing(**each) for each in self._ending.confer(error, asdict(own))]
+            ranks = [RankState(**each) for each in self._shutdown.gather_after(error, asdict(own))]
         except RuntimeError as gone:
             log.info("the other training ranks cannot be asked how they stand: %s", gone)
             raise error from gone
@@ -262,9 +264,9 @@ class Recovery:
                 log.error("the producer was lost, and is not started again beside the training ranks: %s", why)
             raise error
         assert lost is not None, "then it would be an obstacle"
-        if (told := next((number for number, rank in enumerate(ranks) if rank.told_to_end), None)) is not None:
-            raise RunStopped(f"training rank {told} was told to end (SIGTERM)") from error
-        self._ending.go_on()
+        if stopped := [number for number, rank in enumerate(ranks) if rank.is_stop_requested]:
+            raise RunStopped(f"training rank {stopped[0]} was told to end (SIGTERM)") from error
+        self._shutdown.resume_run()
         if self._parallel.is_main:
             log.warning(
                 "the producer was lost (%s): it is started again, and iteration %d begins anew; the training ranks "
@@ -286,8 +288,8 @@ class Recovery:
         self._megatron.discard()
         self._saving.go_back()
         restart = None if self._restart is None else partial(self._restart, iteration)
-        address = ProducerAddress(*self._ending.led(restart))
-        self._ending.part()
+        address = ProducerAddress(*self._shutdown.on_main_rank(restart))
+        self._shutdown.separate()
         if self._rollouts is not None:
             self._rollouts.connection.close()
             self._rollouts.connection = address.connect(self._lost_after_s, replica=self._parallel.dp_rank)

@@ -15,11 +15,11 @@ from async_rl.config.secrets import masked
 from async_rl.config.sections import Config, RunSection
 from async_rl.config.train_section import TrainSection
 from async_rl.errors import RunDirInUse
-from async_rl.loop import Rollouts
+from async_rl.loop import RolloutSource
 from async_rl.method.ledger import Ledger
 from async_rl.method.proof.gap_limits import noise_limits
 from async_rl.method.types import WeightVersion
-from async_rl.producer.client import Control, RemoteRecorder, RemoteRollouts
+from async_rl.producer.client import Control, RemoteRecorder, RemoteRolloutSource
 from async_rl.producer.process import ProducerAddress, ProducerProcess
 from async_rl.records.notices import recorded_notices
 from async_rl.records.recorder import Recorder
@@ -33,14 +33,14 @@ from async_rl.shared.weights.sender import WeightSender
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.compatibility import Contents
 from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
-from trainer.ending import Ending
 from trainer.parallel import Parallel, address_for_ranks
 from trainer.process_end import end_now
 from trainer.prompt_data import begin_loading, load_prompts_and_contents
-from trainer.rank import NoRollouts, TrainingRank, weight_source
+from trainer.rank import NoRolloutSource, TrainingRank, weight_source
 from trainer.recovery import OwnProducer, Process, Recovery, Restart
 from trainer.saving import Saving
 from trainer.shared_directory import require_shared
+from trainer.shutdown import Shutdown
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
@@ -59,7 +59,7 @@ class Session:
     megatron: MegatronTrainer
     rank: TrainingRank
     prompts: PromptSource
-    rollouts: Rollouts
+    rollouts: RolloutSource
     ledger: Ledger
     recorder: Recorder
     saving: Saving
@@ -81,13 +81,13 @@ class Session:
 def open_session(
     config: Config,
     parallel: Parallel,
-    ending: Ending | None = None,
+    shutdown: Shutdown | None = None,
     start: StartProducer = ProducerProcess,
 ) -> Iterator[Session]:
     """Loads model and data, waits for the instances, and closes everything at exit.
 
     Args:
-        ending: notifies all ranks that the run ends; by default one that no signal triggers.
+        shutdown: notifies all ranks that the run ends; by default one that no signal triggers.
         start: starts the producer, on the main rank.
 
     Raises:
@@ -95,7 +95,7 @@ def open_session(
         NoInstanceLeft: no instance became healthy within `pool.timeout_s`.
         RunDirInUse: another trainer uses the run's directory.
     """
-    ending = ending or Ending(parallel, StopSignal(), config.checkpoint.grace_s)
+    shutdown = shutdown or Shutdown(parallel, StopSignal(), config.checkpoint.grace_s)
     with ExitStack() as closing:
         lease = closing.enter_context(_claim(config.run)) if parallel.is_main else None
         require_lease = lease.require if lease is not None else _do_nothing
@@ -124,29 +124,29 @@ def open_session(
         parallel.broadcast_json([] if parallel.is_main else None)
         rollouts = None
         if parallel.is_leader:
-            rollouts = _connect(closing, config, parallel, ending, ProducerAddress(*address_of_producer))
+            rollouts = _connect(closing, config, parallel, shutdown, ProducerAddress(*address_of_producer))
         # Other ranks only measure times.
-        publish, recorder, restart = None, Recorder(None, counted.train.num_iterations), None
+        publish, recorder, restart = None, Recorder(), None
         if producer is not None:
-            source = weight_source(megatron, parallel, ending.watch)
+            source = weight_source(megatron, parallel, shutdown.watch)
             sender = WeightSender(source, config.publish, run_id, parallel.device.BACKEND)
             closing.callback(sender.close)
             publish = partial(producer.control.publish, serve=partial(serve, sender))
-            recorder = RemoteRecorder(producer.control, require_lease, config.run.dir, counted.train.num_iterations)
+            recorder = RemoteRecorder(producer.control, require_lease)
             pool = megatron.training_pool
             restart = Restart(
-                config, producer, sender, contents, parallel.num_replicas, pool, recorder, require_lease, ending.watch
+                config, producer, sender, contents, parallel.num_replicas, pool, recorder, require_lease, shutdown.watch
             )
         yield Session(
             counted.train,
             megatron,
-            TrainingRank(megatron, parallel, run_id, publish, ending, require_lease),
+            TrainingRank(megatron, parallel, run_id, publish, shutdown, require_lease),
             prompts,
-            rollouts or NoRollouts(),
+            rollouts or NoRolloutSource(),
             make_ledger(config, parallel, require_lease),
             recorder,
             saving,
-            Recovery(parallel, ending, megatron, saving, rollouts, restart, lost_after_s),
+            Recovery(parallel, shutdown, megatron, saving, rollouts, restart, lost_after_s),
             control,
         )
 
@@ -161,12 +161,14 @@ def _counted(config: Config, num_prompts: int) -> Config:
 
 
 def _connect(
-    closing: ExitStack, config: Config, parallel: Parallel, ending: Ending, producer: ProducerAddress
-) -> RemoteRollouts:
+    closing: ExitStack, config: Config, parallel: Parallel, shutdown: Shutdown, producer: ProducerAddress
+) -> RemoteRolloutSource:
     """A leader's connection to the producer."""
     connection = producer.connect(config.trainer.lost_after_s, replica=parallel.dp_rank)
     by_index = config.train.order == "prompt"
-    rollouts = RemoteRollouts(connection, ending.watch, parallel.dp_rank, parallel.num_replicas, by_index=by_index)
+    rollouts = RemoteRolloutSource(
+        connection, shutdown.watch, parallel.dp_rank, parallel.num_replicas, by_index=by_index
+    )
     # Another one, if the producer was replaced.
     closing.callback(lambda: rollouts.connection.close())
     return rollouts

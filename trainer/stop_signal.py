@@ -16,7 +16,7 @@ REPEAT_S = 2.0
 
 
 class StopSignal:
-    """Whether this process received SIGTERM. While `deferred`, the first one is only recorded: `Ending` acts on it.
+    """Whether this process received SIGTERM. While `deferred`, the first one is only recorded: `Shutdown` acts on it.
 
     Args:
         on_end: called before the first one ends this process.
@@ -26,12 +26,12 @@ class StopSignal:
         self.deferred = False
         self._on_end = on_end
         self._is_loading = False
-        self._told_s: float | None = None
+        self._requested_s: float | None = None
 
     @property
-    def told(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether a SIGTERM was received."""
-        return self._told_s is not None
+        return self._requested_s is not None
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -43,18 +43,18 @@ class StopSignal:
             self._is_loading = False
 
     def install(self) -> None:
-        signal.signal(signal.SIGTERM, self.note)
+        signal.signal(signal.SIGTERM, self.handle)
 
-    def note(self, signum: int, frame: FrameType | None) -> None:
+    def handle(self, signum: int, frame: FrameType | None) -> None:
         """Handles the signal; if nothing has to be saved, as an exception, so that everything opened is closed."""
         now = time.monotonic()
-        if self._told_s is None:
-            self._told_s = now
+        if self._requested_s is None:
+            self._requested_s = now
             if not self.deferred:
                 # At once: an error of another rank that follows from this end must not be reported before.
                 self._on_end()
                 if self._is_loading:
                     os._exit(128 + signum)
                 sys.exit(128 + signum)
-        elif now - self._told_s > REPEAT_S:
+        elif now - self._requested_s > REPEAT_S:
             os._exit(128 + signum)

@@ -1,7 +1,7 @@
 """The built-in algorithms, by name, and what is known of each without torch: for the settings, the checks before a
 start and the forecast, which may not import the algorithms themselves.
 
-A new algorithm has its line here, and its class in `async_rl.method.algorithms.ALGORITHMS`.
+A new algorithm has its line here; its file in `async_rl/method/algorithms/` has the same name.
 """
 
 from collections.abc import Mapping
@@ -58,15 +58,16 @@ class SAPOOptions(Section):
     tau_negative: float = Field(1.05, gt=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Traits:
-    """What an algorithm reads of `[algorithm]`, and what it asks of a run.
+    """What an algorithm reads of `[algorithm]`, and what it asks of a run; `cls` is the name of its class.
 
     `options` are its `[algorithm.options]`, `unused` the settings that have no effect on it. `totals`, `whole_groups`
     and `values` are as in `algorithms.base.Needs`, whatever the settings are; with `scaled_by_batch` the
     default of `scale_by_std` is "batch". `single_rollouts`: it learns from one, and compares none of a prompt.
     """
 
+    cls: str = ""
     options: type[Section] = NoOptions
     unused: tuple[str, ...] = ()
     totals: bool = False
@@ -77,20 +78,21 @@ class Traits:
 
 
 TRAITS: Mapping[str, Traits] = {
-    "grpo": Traits(),
-    "dr_grpo": Traits(),
-    "dapo": Traits(),
-    "rloo": Traits(),
-    "reinforce_pp_baseline": Traits(totals=True, unused=("scale_by_std",)),
-    "gspo": Traits(),
-    "cispo": Traits(),
-    "sapo": Traits(options=SAPOOptions, unused=("clip_low", "clip_high")),
-    "dppo": Traits(options=DPPOOptions, unused=("clip_low", "clip_high")),
+    "grpo": Traits("GRPO"),
+    "dr_grpo": Traits("DrGRPO"),
+    "dapo": Traits("DAPO"),
+    "rloo": Traits("RLOO"),
+    "reinforce_pp_baseline": Traits("ReinforcePPBaseline", totals=True, unused=("scale_by_std",)),
+    "gspo": Traits("GSPO"),
+    "cispo": Traits("CISPO"),
+    "sapo": Traits("SAPO", options=SAPOOptions, unused=("clip_low", "clip_high")),
+    "dppo": Traits("DPPO", options=DPPOOptions, unused=("clip_low", "clip_high")),
     # Shaped rewards may be negative.
-    "maxrl": Traits(unused=("scale_by_std", "overlong_tokens", "kl_in")),
-    "gdpo": Traits(options=GDPOOptions, scaled_by_batch=True),
-    "pf_ppo": Traits(options=PFPPOOptions),
+    "maxrl": Traits("MaxRL", unused=("scale_by_std", "overlong_tokens", "kl_in")),
+    "gdpo": Traits("GDPO", options=GDPOOptions, scaled_by_batch=True),
+    "pf_ppo": Traits("PFPPO", options=PFPPOOptions),
     "online_dpo": Traits(
+        "OnlineDPO",
         options=OnlineDPOOptions,
         whole_groups=True,
         unused=(
@@ -99,6 +101,6 @@ TRAITS: Mapping[str, Traits] = {
             *("normalize", "scale_by_std", "clip_low", "clip_high"),
         ),
     ),
-    "distillation": Traits(single_rollouts=True, unused=("scale_by_std", "overlong_tokens", "kl_in")),
-    "ppo": Traits(options=CriticOptions, values=True, single_rollouts=True, unused=("scale_by_std",)),
+    "distillation": Traits("Distillation", single_rollouts=True, unused=("scale_by_std", "overlong_tokens", "kl_in")),
+    "ppo": Traits("PPO", options=CriticOptions, values=True, single_rollouts=True, unused=("scale_by_std",)),
 }

@@ -10,10 +10,10 @@ from async_rl.config.keys import kinds_of
 from async_rl.config.secrets import masked
 from async_rl.errors import ConfigError
 
-LONGEST_S = 1e9
+MAX_DURATION_S = 1e9
 """Of any duration; Python's threads wait for nine times as long at most."""
 
-LARGEST_NUMBER = 2**53
+MAX_NUMBER = 2**53
 """Of any whole number without a limit of its own: with some more of them added it is still one of 64 bits."""
 
 
@@ -40,12 +40,12 @@ class Section(BaseModel):
     @classmethod
     def _is_within_reach(cls, value: Any, info: ValidationInfo) -> Any:
         # With more, waits and 64-bit libraries raise errors of their own in the middle of a run.
-        if isinstance(value, float) and str(info.field_name).endswith("_s") and value > LONGEST_S:
-            raise ValueError(f"Input should be at most {LONGEST_S:g}, thirty years")
+        if isinstance(value, float) and str(info.field_name).endswith("_s") and value > MAX_DURATION_S:
+            raise ValueError(f"Input should be at most {MAX_DURATION_S:g}, thirty years")
         limits = cls.model_fields[info.field_name or ""].metadata
         is_limited = any(hasattr(limit, "lt") or hasattr(limit, "le") for limit in limits)
-        if isinstance(value, int) and value > LARGEST_NUMBER and not is_limited:
-            raise ValueError(f"Input should be at most {LARGEST_NUMBER}")
+        if isinstance(value, int) and value > MAX_NUMBER and not is_limited:
+            raise ValueError(f"Input should be at most {MAX_NUMBER}")
         return value
 
 

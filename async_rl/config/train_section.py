@@ -33,7 +33,7 @@ class OptimizerSection(Section):
         return self
 
 
-MOST_EPOCHS = 1e9
+MAX_EPOCHS = 1e9
 """So many of any number of rows are still a whole number of iterations."""
 
 
@@ -42,7 +42,7 @@ class TrainSection(Section):
     epochs: float | None = Field(
         None,
         gt=0,
-        le=MOST_EPOCHS,
+        le=MAX_EPOCHS,
         description="how often every row is drawn, 0.5 for every other one; the start makes train.iterations of it",
     )
     steps_per_batch: int = Field(

@@ -27,7 +27,7 @@ from async_rl.evaluation.recorder import Output, SetResult
 from async_rl.evaluation.sets import LoadedSet, load_sets
 from async_rl.method.types import WeightVersion
 from async_rl.rollouts.agents.program_rollouts import make_group_maker
-from async_rl.rollouts.groups.prompt_room import require_len
+from async_rl.rollouts.groups.prompt_length import require_len
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.rewards import make_reward
 from async_rl.rollouts.rewards.readable_answers import answer_check

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,8 +13,8 @@ from async_rl.method.group_codec import unpack
 from async_rl.method.group_proof import GroupProof
 from async_rl.method.types import Batch, Group, Publication, WeightVersion
 from async_rl.producer.connection import Connection
-from async_rl.producer.dock import has_fixed_shares, own_shares
-from async_rl.producer.frames import Message, error_as_data, error_from_data
+from async_rl.producer.dock import has_fixed_shares
+from async_rl.producer.frames import Carry, Message, answer_to, call_message, error_from_data
 from async_rl.producer.sample_queue import SampleQueue
 from async_rl.records.recorder import IterationRecord, Recorder
 
@@ -29,9 +28,6 @@ LEAVE_TIMEOUT_S = 40.0
 
 MAX_IDLE_WORK_S = 5400.0
 """The longest that training waits for the work of the idle pool: its other ranks wait two hours at most."""
-
-Serve = Callable[[str, Sequence[Any]], Any]
-"""Does what the producer asks the trainer for while it publishes: (name, arguments) -> plain result."""
 
 
 def _serve_nothing(name: str, arguments: Sequence[Any]) -> Any:
@@ -50,11 +46,12 @@ class Control:
         """Whether the producer was found to be lost."""
 
     def call(
-        self, name: str, *arguments: Any, serve: Serve = _serve_nothing, watch: Callable[[], None] = lambda: None
+        self, name: str, *arguments: Any, serve: Carry = _serve_nothing, watch: Callable[[], None] = lambda: None
     ) -> Any:
-        """The result of the producer's `name`; see `producer.work`.
+        """The result of the producer's `name`; see `producer.service`.
 
         Args:
+            serve: does what the producer asks the trainer for meanwhile.
             watch: called while it waits; an exception that it raises ends the wait, and the connection is of no use
                 any more.
 
@@ -68,17 +65,17 @@ class Control:
     def begin(self, name: str, *arguments: Any) -> None:
         """Begins a call, whose `result` is due before the next one."""
         with self._noting_a_loss():
-            self.connection.send({"call": name, "arguments": arguments})
+            self.connection.send(call_message(name, arguments))
 
-    def result(self, serve: Serve = _serve_nothing, watch: Callable[[], None] = lambda: None) -> Any:
+    def result(self, serve: Carry = _serve_nothing, watch: Callable[[], None] = lambda: None) -> Any:
         """That of the call that was begun; raises as `call`, or the internal error of `serve` that made it fail."""
         internal: Exception | None = None
         with self._noting_a_loss():
             while True:
                 watch()
                 match self.connection.receive(POLL_S):
-                    case ({"serve": asked, "arguments": given}, _):
-                        answer, failure = _answer(serve, asked, given)
+                    case ({"call": _} as call, _):
+                        answer, failure = answer_to(call, serve)
                         internal = internal or failure
                         self.connection.send(answer)
                     case ({"done": result}, _):
@@ -96,7 +93,7 @@ class Control:
             self.is_lost = True
             raise
 
-    def publish(self, version: WeightVersion, serve: Serve) -> Publication:
+    def publish(self, version: WeightVersion, serve: Carry) -> Publication:
         """Has the producer put the weights in service, which asks `serve` for them.
 
         Raises:
@@ -113,23 +110,10 @@ def publication_of(data: Mapping[str, Any]) -> Publication:
     return Publication(**{**data, "instances": tuple(data["instances"])})
 
 
-def _answer(serve: Serve, name: str, arguments: Sequence[Any]) -> tuple[Message, Exception | None]:
-    """The answer for the producer, and the error if it was an internal one."""
-    try:
-        return {"served": serve(name, arguments)}, None
-    except Exception as error:
-        # It is the producer's to decide what follows from it.
-        is_internal = not isinstance(error, AsyncRLError)
-        if is_internal:
-            log.exception("%s failed by an internal error", name)
-        return {"refused": error_as_data(error)}, error if is_internal else None
-
-
 class RemoteRecorder(Recorder):
     """Measures here, and has the producer write."""
 
-    def __init__(self, control: Control, require_lease: Callable[[], None], run_dir: Path, iterations: int) -> None:
-        super().__init__(run_dir, iterations)
+    def __init__(self, control: Control, require_lease: Callable[[], None]) -> None:
         self._control = control
         self._require = require_lease
         self._unwritten: tuple[dict[str, Any], Publication] | None = None
@@ -157,12 +141,9 @@ class RemoteRecorder(Recorder):
         self._require()
         self._control.call("end_iteration", record.as_data(), publication)
 
-    def close(self) -> None:
-        """The producer's own says how well the pools were balanced."""
 
-
-class RemoteRollouts:
-    """A leader's `Rollouts`: its replica's groups of each batch, from the producer.
+class RemoteRolloutSource:
+    """A leader's `RolloutSource`: its replica's groups of each batch, from the producer.
 
     Args:
         connection: replaced when the producer is.
@@ -188,9 +169,9 @@ class RemoteRollouts:
 
     def start(self, mini_batches: Sequence[Batch], version: WeightVersion) -> "RemoteRun":
         """Has the whole batch dispatched to the instances that serve `version`; does not wait."""
-        shares = own_shares(mini_batches, self.replica, self._num_replicas, by_index=self._by_index)
-        is_own = has_fixed_shares(mini_batches, by_index=self._by_index)
-        queue = SampleQueue([part.prompts.keys() for part in shares], version, needs_all=is_own)
+        is_fixed = has_fixed_shares(mini_batches, by_index=self._by_index)
+        shares = [part.share(self.replica, self._num_replicas) for part in mini_batches] if is_fixed else mini_batches
+        queue = SampleQueue([part.prompts.keys() for part in shares], version, needs_all=is_fixed)
         return RemoteRun(self, mini_batches, version, queue)
 
 
@@ -201,7 +182,7 @@ class RemoteRun(AbstractContextManager["RemoteRun"]):
     """
 
     def __init__(
-        self, rollouts: RemoteRollouts, mini_batches: Sequence[Batch], version: WeightVersion, queue: SampleQueue
+        self, rollouts: RemoteRolloutSource, mini_batches: Sequence[Batch], version: WeightVersion, queue: SampleQueue
     ) -> None:
         self._connection = rollouts.connection
         self._watch = rollouts.watch

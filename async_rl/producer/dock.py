@@ -33,7 +33,7 @@ MEMORY = 0.7
 class Docking:
     """How the groups of a run reach its replicas.
 
-    `most_ahead` is the largest number of tokens that wait at a replica while others are free. With `holds` no group
+    `max_ahead` is the largest number of tokens that wait at a replica while others are free. With `holds` no group
     leaves before all of the batch have finished, and then all do, in parts of equally many tokens: what a replica says
     of training tells nothing where that waits for the whole batch. So it is where both pools take turns, too. `speeds`
     has what was measured of each replica, in tokens a second, over all batches.
@@ -41,16 +41,16 @@ class Docking:
 
     num_replicas: int = 1
     by_index: bool = False
-    most_ahead: float = math.inf
+    max_ahead: float = math.inf
     holds: bool = False
     speeds: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config, num_replicas: int) -> "Docking":
         trainer = config.trainer
-        most_ahead = math.inf if trainer.trains_backlogs else trainer.micro_batch_tokens
+        max_ahead = math.inf if trainer.trains_backlogs else trainer.micro_batch_tokens
         holds = config.train.mode == "synchronous" or config.run.placement == "turns"
-        return cls(num_replicas, config.train.order == "prompt", most_ahead, holds)
+        return cls(num_replicas, config.train.order == "prompt", max_ahead, holds)
 
     def docks(self, mini_batches: Sequence[Batch], give: Give) -> "list[Dock]":
         """One for all replicas, or where shares are fixed one for each: the dock of index i is `i % len(docks)`."""
@@ -63,20 +63,13 @@ class Docking:
 
     def _dock(self, mini_batches: Sequence[Batch], replicas: Sequence[int], give: Give) -> "Dock":
         indices = [part.prompts.keys() for part in mini_batches]
-        return Dock(indices, replicas, give, most_ahead=self.most_ahead, speeds=self.speeds, in_equal_parts=self.holds)
+        return Dock(indices, replicas, give, max_ahead=self.max_ahead, speeds=self.speeds, in_equal_parts=self.holds)
 
 
 def has_fixed_shares(mini_batches: Sequence[Batch], *, by_index: bool) -> bool:
     """Whether a replica trains the groups at its own indices (`Batch.share`) and no others: where they are trained by
     index, and where each share has a quota of a reserve."""
     return by_index or any(part.has_reserve for part in mini_batches)
-
-
-def own_shares(mini_batches: Sequence[Batch], replica: int, num_replicas: int, *, by_index: bool) -> list[Batch]:
-    """Of each mini-batch, the prompts whose groups may come to a replica."""
-    if has_fixed_shares(mini_batches, by_index=by_index):
-        return [part.share(replica, num_replicas) for part in mini_batches]
-    return list(mini_batches)
 
 
 class _Replica:
@@ -98,7 +91,7 @@ class Dock:
     Args:
         mini_batches: the indices of each.
         give: called for each group, and for each replica at the end of a mini-batch.
-        most_ahead, speeds: see `Docking`; a single replica gets everything at once.
+        max_ahead, speeds: see `Docking`; a single replica gets everything at once.
         in_equal_parts: as many tokens for each, at once.
     """
 
@@ -108,13 +101,13 @@ class Dock:
         replicas: Sequence[int],
         give: Give,
         *,
-        most_ahead: float = math.inf,
+        max_ahead: float = math.inf,
         speeds: dict[int, float] | None = None,
         in_equal_parts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._give = give
-        self._most_ahead = most_ahead
+        self._max_ahead = max_ahead
         self._speeds = {} if speeds is None else speeds
         self._in_equal_parts = in_equal_parts
         self._clock = clock
@@ -229,7 +222,7 @@ class Dock:
         num_unfinished = len(self._missing[self._current]) - len(self._heaps[self._current])
         mean = self._tokens_done / max(self._num_done, 1)
         left = self._num_waiting[self._current] + mean * num_unfinished
-        return min(self._most_ahead, left / (CHUNKS * len(self._replicas)))
+        return min(self._max_ahead, left / (CHUNKS * len(self._replicas)))
 
 
 def num_tokens(group: Group) -> int:

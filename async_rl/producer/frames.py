@@ -6,18 +6,24 @@ A message is plain data; tuples arrive as lists. Errors travel as plain data, to
 """
 
 import asyncio
+import logging
 import struct
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from async_rl.errors import AsyncRLError, ProducerFailed
 
+log = logging.getLogger(__name__)
+
 LENGTHS = struct.Struct(">IQ")
 
 Message = dict[str, Any]
+
+Carry = Callable[[str, Sequence[Any]], Any]
+"""Carries out a call: (name, arguments) -> plain result."""
 
 NO_PROMPT = -1
 """In place of the index of a prompt: a failure of the producer itself."""
@@ -32,24 +38,40 @@ def frame(message: Message, parts: Sequence[bytes | memoryview] = ()) -> list[by
     return [LENGTHS.pack(len(text), sum(memoryview(part).nbytes for part in parts)), text, *parts]
 
 
-async def read_frame(reader: asyncio.StreamReader, most_bytes: int | None = None) -> tuple[Message, bytes]:
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int | None = None) -> tuple[Message, bytes]:
     """The next frame.
 
     Args:
-        most_bytes: of a peer that has not said who it is; a longer frame of it is none.
+        max_bytes: of a peer that has not said who it is; a longer frame of it is none.
 
     Raises:
         IncompleteReadError, ConnectionError: the peer is gone.
         ValueError: the bytes are no frame.
     """
     length, num_bytes = LENGTHS.unpack(await reader.readexactly(LENGTHS.size))
-    if most_bytes is not None and length + num_bytes > most_bytes:
+    if max_bytes is not None and length + num_bytes > max_bytes:
         raise ValueError(f"a frame of {length + num_bytes} bytes before a greeting")
     try:
         message = decode_message(await reader.readexactly(length))
     except RecursionError as error:
         raise ValueError("a message that is nested too deeply") from error
     return message, await reader.readexactly(num_bytes)
+
+
+def call_message(name: str, arguments: Sequence[Any]) -> Message:
+    return {"call": name, "arguments": arguments}
+
+
+def answer_to(call: Message, carry: Carry) -> tuple[Message, Exception | None]:
+    """The answer to a call, `{"done": result}` or `{"failed": error}`, and the error if it was an internal one."""
+    try:
+        return {"done": carry(call["call"], call["arguments"])}, None
+    except Exception as error:
+        # It is the caller's to decide what follows from it.
+        is_internal = not isinstance(error, AsyncRLError)
+        if is_internal:
+            log.exception("%s failed by an internal error", call["call"])
+        return {"failed": error_as_data(error)}, error if is_internal else None
 
 
 def error_as_data(error: BaseException) -> list[Any]:

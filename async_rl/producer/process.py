@@ -32,7 +32,7 @@ END_TIMEOUT_S = 60.0
 """For ending rollouts, rewards, programs and trackers, which have limits of their own."""
 
 POLL_S = 0.2
-MOST_ROUNDS = 50
+MAX_ROUNDS = 50
 """Something that is killed may have started something else meanwhile."""
 
 
@@ -134,7 +134,7 @@ def kill_marked(mark: str) -> None:
     """Kills what a producer that has ended leaves behind, also in sessions of its own (Linux): code of users that holds
     the interpreter, or has started something, does not end with it."""
     wanted = f"{MARK}={mark}\0".encode()
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         found = [entry for entry in Path("/proc").glob("[0-9]*") if wanted in _environment_of(entry)]
         for entry in found:
             with suppress(ProcessLookupError, PermissionError):

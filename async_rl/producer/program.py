@@ -9,7 +9,7 @@ from typing import Any
 from async_rl.config.sections import Config
 from async_rl.producer.process import Given
 from async_rl.producer.server import ControlLink, ProducerServer
-from async_rl.producer.work import Work
+from async_rl.producer.service import ProducerService
 from async_rl.records.notices import recorded_notices
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.shared.event_loop import EventLoopThread
@@ -35,7 +35,7 @@ def serve(given: Given, say_port: Callable[[int], None], pool: InferencePool | N
         closing.enter_context(recorded_notices(config.run.dir))
         loop = EventLoopThread()
         closing.callback(loop.close)
-        work = Work(
+        service = ProducerService(
             closing,
             config,
             loop,
@@ -45,19 +45,19 @@ def serve(given: Given, say_port: Callable[[int], None], pool: InferencePool | N
             require_lease=lease.require,
             pool=pool,
         )
-        server = ProducerServer(given.secret, work.start_batch)
+        server = ProducerServer(given.secret, service.start_batch)
         listener = listen("the producer", given.host, 0, None)
         loop.run(server.start(listener))
         say_port(listener.getsockname()[1])
         link = server.control.get(timeout=CONTROL_TIMEOUT_S)
-        link.serve(partial(_carry_out, work, link))
+        link.serve(partial(_carry_out, service, link))
         # Before what the rollouts use.
         loop.end(server.stop())
 
 
-def _carry_out(work: Work, link: ControlLink, name: str, arguments: list[Any]) -> Any:
+def _carry_out(service: ProducerService, link: ControlLink, name: str, arguments: list[Any]) -> Any:
     if name == "publish":
         (version,) = arguments
-        return work.publish(version, link.ask)
+        return service.publish(version, link.ask)
     assert name in CALLS, f"the main rank asks for {name!r}"
-    return getattr(work, name)(*arguments)
+    return getattr(service, name)(*arguments)

@@ -4,7 +4,7 @@ A connection begins with a greeting, `{"secret": ..., "role": "control" | "rollo
 clock and the host. Then, in frames of `frames.py`:
 
     control, one         {"call": name, "arguments": [...]} -> {"done": result} | {"failed": error}
-                         meanwhile {"serve": name, "arguments": [...]} <- {"served": result} | {"refused": error}
+                         meanwhile the same in the other direction
     rollouts, a replica  {"start": iteration}, of the first replica with "version", "first_reserve" and "mini_batches":
                             [[[index, prompt id], ...], ...]
                          -> {"groups": headers, "token_bytes"}, then both arrays ... {"complete": number of the
@@ -24,20 +24,30 @@ from contextlib import suppress
 from typing import Any
 
 from async_rl.errors import AsyncRLError, LeaderFailed, ProducerLost
+from async_rl.producer.batch_rollout import BatchRollout
 from async_rl.producer.connection import ALIVE, boot_id
-from async_rl.producer.frames import NO_PROMPT, Message, error_as_data, error_from_data, frame, read_frame
-from async_rl.producer.running_batch import RunningBatch
+from async_rl.producer.frames import (
+    NO_PROMPT,
+    Carry,
+    Message,
+    answer_to,
+    call_message,
+    error_as_data,
+    error_from_data,
+    frame,
+    read_frame,
+)
 
 log = logging.getLogger(__name__)
 
 GREETING_TIMEOUT_S = 5.0
 GREETING_BYTES = 2**12
-MOST_STRANGERS = 64
+MAX_STRANGERS = 64
 """Connections without a greeting; for a further one the oldest ends."""
 
 ALIVE_S = 1.0
 
-StartBatch = Callable[[int, Message], Awaitable[RunningBatch]]
+StartBatch = Callable[[int, Message], Awaitable[BatchRollout]]
 """(replica, its message) -> the running batch: the first replica's message starts it, the others wait for that."""
 
 
@@ -98,7 +108,7 @@ class ProducerServer:
 
     async def _greeting(self, task: asyncio.Task[Any], reader: asyncio.StreamReader) -> Message | None:
         """Of one of ours; None of a stranger, which gets no answer."""
-        if len(self._strangers) >= MOST_STRANGERS:
+        if len(self._strangers) >= MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             oldest.cancel()
@@ -141,16 +151,10 @@ class ControlLink:
         if message is None or "call" in message:
             self._calls.put(message)
 
-    def serve(self, work: Callable[[str, Sequence[Any]], Any]) -> None:
+    def serve(self, work: Carry) -> None:
         """Carries out one call after the other, until the connection ends."""
-        while (message := self._calls.get()) is not None:
-            try:
-                answer = {"done": work(message["call"], message["arguments"])}
-            except Exception as error:
-                if not isinstance(error, AsyncRLError):
-                    log.exception("%s failed by an internal error", message["call"])
-                answer = {"failed": error_as_data(error)}
-            self._say(answer)
+        while (call := self._calls.get()) is not None:
+            self._say(answer_to(call, work)[0])
 
     def ask(self, name: str, arguments: Sequence[Any]) -> Any:
         """Has the main rank do something while it waits for its call.
@@ -160,11 +164,11 @@ class ControlLink:
             LeaderFailed: it failed there by an internal error.
             ProducerLost: the main rank is gone; nobody is left to be told.
         """
-        self._say({"serve": name, "arguments": arguments})
+        self._say(call_message(name, arguments))
         match self._answers.get():
-            case {"served": result}:
+            case {"done": result}:
                 return result
-            case {"refused": error}:
+            case {"failed": error}:
                 raise error_from_data(error, "the main training rank", LeaderFailed)
         raise ProducerLost("the main training rank has left in the middle of a publish")
 
@@ -184,7 +188,7 @@ class _LeaderLink:
         self._writer = writer
         self._replica = replica
         self._start_batch = start_batch
-        self._batch: RunningBatch | None = None
+        self._batch: BatchRollout | None = None
         self._sending: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
 
@@ -225,7 +229,7 @@ class _LeaderLink:
                 elif self._batch is not None:
                     self._batch.hurry()
 
-    async def _send_groups(self, batch: RunningBatch) -> None:
+    async def _send_groups(self, batch: BatchRollout) -> None:
         try:
             async for message, parts in batch.messages(self._replica):
                 _send(self._writer, message, parts)

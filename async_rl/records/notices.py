@@ -19,11 +19,11 @@ from async_rl.shared.files import append_lines
 OWN = ("async_rl", "trainer")
 """Loggers whose warnings count; those of libraries stay in the log."""
 
-ENDING = "trainer.ending"
+SHUTDOWN = "trainer.shutdown"
 """Logs the error that ends the run, which a launcher shows itself."""
 
-MOST = 5
-PER_S = 60.0
+MAX_PER_PERIOD = 5
+PERIOD_S = 60.0
 """At most so many notices of one place in the code within this time: a place may warn of every response."""
 
 
@@ -35,11 +35,11 @@ class _Notices(logging.Handler):
         self._said_s: dict[tuple[str, int], list[float]] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name.partition(".")[0] not in OWN or record.name == ENDING:
+        if record.name.partition(".")[0] not in OWN or record.name == SHUTDOWN:
             return
         now = self._clock()
-        said_s = [s for s in self._said_s.get((record.pathname, record.lineno), []) if now - s < PER_S]
-        if len(said_s) < MOST:
+        said_s = [s for s in self._said_s.get((record.pathname, record.lineno), []) if now - s < PERIOD_S]
+        if len(said_s) < MAX_PER_PERIOD:
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 append_lines(self._path, [json.dumps({"unix_s": time.time(), "text": record.getMessage()})])

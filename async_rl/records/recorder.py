@@ -153,10 +153,29 @@ class IterationRecord:
 
 
 class Recorder:
-    """Writes the records of a run; on ranks without a `run_dir` it only measures times.
+    """Measures times and writes nothing: of the ranks beside the main one."""
+
+    def begin(self, iteration: int) -> IterationRecord:
+        return IterationRecord(iteration)
+
+    def write_groups(self, record: IterationRecord, rows: Sequence[GroupProof]) -> None:
+        """Writes the groups of a mini-batch; before its proof, so that they can be inspected if that fails."""
+
+    def end(self, record: IterationRecord, publication: Publication) -> None:
+        """Completes and writes the record of an iteration that passed its proof and whose steps have finished."""
+
+    def keep(self, record: IterationRecord, publication: Publication) -> None:
+        """The iteration is whole, but its record could not be written: by default it is lost."""
+
+    def close(self) -> None:
+        """Ends the records of the run."""
+
+
+class RunRecorder(Recorder):
+    """Writes the records of a run.
 
     Args:
-        run_dir: directory for the files, or None where another rank writes them.
+        run_dir: directory for the files.
         iterations: how many iterations the run has, for progress.
         on_record: called with every record that is written.
         correct_at: which responses are correct; None, and no accuracy, if the reward does not define it.
@@ -170,7 +189,7 @@ class Recorder:
 
     def __init__(
         self,
-        run_dir: Path | None,
+        run_dir: Path,
         iterations: int,
         on_record: Callable[[Mapping[str, Any]], None] | None = None,
         correct_at: CorrectAt = None,
@@ -196,23 +215,12 @@ class Recorder:
         self._num_untrained = 0
         """Iterations in a row in which no group had a gradient."""
 
-    def begin(self, iteration: int) -> IterationRecord:
-        return IterationRecord(iteration)
-
     def write_groups(self, record: IterationRecord, rows: Sequence[GroupProof]) -> None:
-        """Writes the groups of a mini-batch; before its proof, so that they can be inspected if that fails."""
-        if self._run_dir is not None:
-            groups = list(timeline_rows(record.iteration, rows, record.times))
-            self._require_lease()
-            TIMELINE.append(self._run_dir, groups)
-
-    def keep(self, record: IterationRecord, publication: Publication) -> None:
-        """The iteration is whole, but its record could not be written: by default it is lost."""
+        groups = list(timeline_rows(record.iteration, rows, record.times))
+        self._require_lease()
+        TIMELINE.append(self._run_dir, groups)
 
     def end(self, record: IterationRecord, publication: Publication) -> None:
-        """Completes and writes the record of an iteration that passed its proof and whose steps have finished."""
-        if self._run_dir is None:
-            return
         line = {key: _as_json(value) for key, value in self._summarize(record, publication).items()}
         samples = list(record.sampled.rows(self._decode, record.rows, all_responses=self._all_responses))
         self._require_lease()

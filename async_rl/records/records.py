@@ -12,7 +12,7 @@ from async_rl.shared.files import write_file
 
 log = logging.getLogger(__name__)
 
-MOST_NAMED = 10
+MAX_NAMED = 10
 
 ROLLOUTS = "rollouts.jsonl"
 """How the rollouts of a program went in each iteration."""
@@ -83,7 +83,7 @@ def require_proofs(run_dir: Path, num_iterations: int, *, accept: bool) -> None:
     missing = [iteration for iteration in range(num_iterations) if iteration not in there]
     if not missing:
         return
-    named = ", ".join(map(str, missing[:MOST_NAMED])) + (", ..." if len(missing) > MOST_NAMED else "")
+    named = ", ".join(map(str, missing[:MAX_NAMED])) + (", ..." if len(missing) > MAX_NAMED else "")
     what = f"{str(path)!r} has no proof of {len(missing)} of the {num_iterations} trained iterations ({named})"
     if not accept:
         raise ConfigError(

@@ -36,7 +36,7 @@ from benchmarks.chaos.fault_log import FaultLog
 from benchmarks.chaos.instances import Crew
 from benchmarks.chaos.proxy import Disturbance
 from benchmarks.chaos.report import is_sound, report
-from benchmarks.chaos.rollouts import KINDS, Rollouts
+from benchmarks.chaos.rollouts import KINDS, RolloutKind
 from benchmarks.chaos.trainer_faults import TrainerFaults
 from benchmarks.chaos.trainer_run import REQUEST_TIMEOUT_S, Outcome, TrainerRun, make_inputs
 from deploy.cluster.stopping import Stopped, stop_on_signals
@@ -63,7 +63,7 @@ SOUND = Disturbance(shares={}, pace_s=0.0, hold_s=0.0)
 
 async def run_hurt(
     directory: Path,
-    rollouts: Rollouts,
+    rollouts: RolloutKind,
     iterations: int,
     seed: int,
     minutes: float,
@@ -95,7 +95,7 @@ async def run_hurt(
         await crew.close()
 
 
-async def run_calm(directory: Path, rollouts: Rollouts, iterations: int, seed: int) -> Outcome:
+async def run_calm(directory: Path, rollouts: RolloutKind, iterations: int, seed: int) -> Outcome:
     """The same run without faults."""
     (port,) = free_ports(1)
     run = TrainerRun(directory, "calm", rollouts, iterations, seed, port, is_killed=False)
@@ -141,7 +141,7 @@ async def _injure(controller: Controller, faults: TrainerFaults, seconds: float)
 def _crew(
     directory: Path,
     name: str,
-    rollouts: Rollouts,
+    rollouts: RolloutKind,
     port: int,
     disturbance: Disturbance,
     draw: random.Random,

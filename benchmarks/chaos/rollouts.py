@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollouts:
+class RolloutKind:
     """One kind. `program` is its `rollout.program`, `settings` are further lines of `[rollout]`.
 
     `max_model_len` is that of instances. `worker` is a word of the command lines of the processes that run the program,
@@ -52,8 +52,8 @@ SPOIL = 0.15
 AGENT = str(HERE / "agent.py")
 
 KINDS = {
-    "single-turn": Rollouts(program="single_turn", chat=False, max_model_len=PROMPT_TOKENS + MAX_RESPONSE_TOKENS),
-    "program": Rollouts(
+    "single-turn": RolloutKind(program="single_turn", chat=False, max_model_len=PROMPT_TOKENS + MAX_RESPONSE_TOKENS),
+    "program": RolloutKind(
         program=f"python:{HERE / 'program.py'}:rollout",
         chat=True,
         max_model_len=MAX_CHAT_TOKENS,
@@ -62,7 +62,7 @@ KINDS = {
         spoil=SPOIL,
         max_turns=MAX_TURNS,
     ),
-    "agent": Rollouts(
+    "agent": RolloutKind(
         program=f"command:{sys.executable} -I -S {AGENT}",
         chat=True,
         max_model_len=MAX_CHAT_TOKENS,

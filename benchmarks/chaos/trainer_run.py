@@ -15,7 +15,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from async_rl.records.run_records import RecordFile
-from benchmarks.chaos.rollouts import CHAT_TEMPLATE, MAX_RESPONSE_TOKENS, PROMPT_TOKENS, Rollouts
+from benchmarks.chaos.rollouts import CHAT_TEMPLATE, MAX_RESPONSE_TOKENS, PROMPT_TOKENS, RolloutKind
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
 from deploy.cluster.process import Process, Running
 from deploy.local.processes import Deployment
@@ -129,7 +129,15 @@ class TrainerRun:
     """The trainer of one run, as a deployment starts it; its instances are managed elsewhere."""
 
     def __init__(
-        self, directory: Path, name: str, rollouts: Rollouts, iterations: int, seed: int, port: int, *, is_killed: bool
+        self,
+        directory: Path,
+        name: str,
+        rollouts: RolloutKind,
+        iterations: int,
+        seed: int,
+        port: int,
+        *,
+        is_killed: bool,
     ) -> None:
         """`is_killed`: it saves checkpoints, from which it resumes after `kill`."""
         self.dir = directory / name

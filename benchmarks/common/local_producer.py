@@ -7,13 +7,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from async_rl.method.group_codec import pack
 from async_rl.method.types import Batch, Prompt, WeightVersion
-from async_rl.producer.client import RemoteRollouts, RemoteRun
+from async_rl.producer.batch_rollout import BatchRollout, BatchStarts
+from async_rl.producer.client import RemoteRolloutSource, RemoteRun
 from async_rl.producer.connection import Connection
 from async_rl.producer.dock import Docking
 from async_rl.producer.frames import Message
 from async_rl.producer.process import ProducerAddress
-from async_rl.producer.running_batch import BatchStarts, RunningBatch
 from async_rl.producer.sample_queue import SampleQueue
 from async_rl.producer.server import ProducerServer
 from async_rl.rollouts.groups.group_maker import GroupMaker
@@ -22,6 +23,10 @@ from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.net.listener import listen
 
 LOST_AFTER_S = 30.0
+
+
+class RolloutWithTexts(BatchRollout):
+    pack = staticmethod(partial(pack, with_texts=True))
 
 
 class LocalProducer:
@@ -79,18 +84,17 @@ class LocalProducer:
         """Of each mini-batch that a connection asks for."""
         return [{index: self._prompts[name] for index, name in part} for part in message["mini_batches"]]
 
-    async def _start_batch(self, replica: int, message: Message) -> RunningBatch:
+    async def _start_batch(self, replica: int, message: Message) -> BatchRollout:
         return await self._batches.of(replica, message["start"], partial(self._begin, message))
 
-    async def _begin(self, message: Message) -> RunningBatch:
-        return RunningBatch(
+    async def _begin(self, message: Message) -> BatchRollout:
+        return (RolloutWithTexts if self.with_texts else BatchRollout)(
             self.maker,
             [Batch(message["start"], prompts, message["first_reserve"]) for prompts in self.prompts_of(message)],
             message["version"],
             self._docking,
             self.idle_work,
             on_figures=self._on_figures,
-            with_texts=self.with_texts,
         )
 
 
@@ -106,7 +110,7 @@ class _OwnConnection(RemoteRun):
 
     def __init__(self, connection: Connection, watch: Callable[[], None], batch: Batch, version: WeightVersion) -> None:
         queue = SampleQueue([batch.prompts], version)
-        super().__init__(RemoteRollouts(connection, watch), [batch], version, queue)
+        super().__init__(RemoteRolloutSource(connection, watch), [batch], version, queue)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

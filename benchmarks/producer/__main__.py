@@ -54,7 +54,7 @@ from benchmarks.producer.rig import (
     VERSION,
     VOCAB_SIZE,
     Lateness,
-    Rollouts,
+    RolloutLoad,
     make_batch,
     open_producer,
     waited_for_core_s,
@@ -145,7 +145,7 @@ def measure_small(directory: Path, size: Size) -> dict[str, float]:
 
 def measure_wide(directory: Path, size: Size) -> dict[str, float]:
     script = size.script(10, sigma=0.3, first_token_s=0.2, token_s=0.02, instances=size.instances)
-    docking = Docking(size.replicas, most_ahead=AHEAD_TOKENS)
+    docking = Docking(size.replicas, max_ahead=AHEAD_TOKENS)
     opened = open_producer(
         directory, script, size.responses, has_texts=not size.no_texts, kind=OwnBatches, docking=docking
     )
@@ -176,7 +176,7 @@ def measure_beside_training(directory: Path, size: Size, say: Callable[[str], No
     slowdowns = []
     num_tokens, wall_s, taking_s = 0, 0.0, 0.0
     opened = producer_elsewhere(directory, script, responses)
-    with opened as producer, Rollouts(producer.start, size.prompts_per_s) as rollouts:
+    with opened as producer, RolloutLoad(producer.start, size.prompts_per_s) as rollouts:
         timed_steps(step, size.window_s, lambda: None)
         for pair in range(size.pairs):
             alone = timed_steps(step, size.window_s, lambda: None)

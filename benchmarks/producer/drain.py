@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from async_rl.producer.client import RemoteRollouts
+from async_rl.producer.client import RemoteRolloutSource
 from async_rl.producer.process import ProducerAddress
 from benchmarks.producer.rig import VERSION, make_batch
 
 LOST_AFTER_S = 120.0
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Work:
     def drain(self, replica: int) -> int:
         """Takes all groups of one replica; returns how many responses they had."""
         connection = ProducerAddress(*self.address).connect(LOST_AFTER_S, replica=replica)
-        rollouts = RemoteRollouts(connection, lambda: None, replica, self.num_replicas)
+        rollouts = RemoteRolloutSource(connection, lambda: None, replica, self.num_replicas)
         taken = 0
         for iteration in range(self.num_batches):
             with rollouts.start([make_batch(iteration, self.num_prompts)], VERSION) as run:
@@ -45,7 +45,7 @@ class Work:
 
 def drain_elsewhere(address: ProducerAddress, num_replicas: int, num_batches: int, num_prompts: int) -> list[int]:
     """Has some processes take all batches; returns how many responses each replica took."""
-    num_processes = min(num_replicas, MOST_PROCESSES)
+    num_processes = min(num_replicas, MAX_PROCESSES)
     works = [
         Work(
             (address.host, address.port, address.secret),

@@ -139,7 +139,7 @@ def make_batch(iteration: int, num_prompts: int) -> Batch:
     return Batch(iteration, {i: Prompt(str(i), token_ids, {}) for i in range(num_prompts)})
 
 
-class Rollouts:
+class RolloutLoad:
     """Starts a batch of so many prompts every second and takes their groups; `keep_going` must be called repeatedly."""
 
     def __init__(self, start: Callable[[Batch, str], RemoteRun], prompts_per_s: int) -> None:
@@ -154,7 +154,7 @@ class Rollouts:
         self.taking_s = 0.0
         """Processor seconds in which groups were taken so far."""
 
-    def __enter__(self) -> "Rollouts":
+    def __enter__(self) -> "RolloutLoad":
         return self
 
     def __exit__(

@@ -28,10 +28,10 @@ LASTING: Final = 4
 FENCED: Final = 5
 """Of the trainer: another one has taken over the run."""
 
-TOLD: Final = 143
+STOPPED: Final = 143
 """128 + SIGTERM."""
 
-FINAL_CODES: Final = frozenset({DONE, BAD_INPUT, NO_FLEET, LASTING, FENCED, TOLD})
+FINAL_CODES: Final = frozenset({DONE, BAD_INPUT, NO_FLEET, LASTING, FENCED, STOPPED})
 """Exit codes after which no task is started again."""
 
 

@@ -18,7 +18,7 @@ from async_rl.shared.programs.command_line import USAGE_ERROR
 from deploy.cluster.run_view import RunView
 from deploy.cluster.stopping import Stopped, explain_end
 
-MOST_NAMED = 10
+MAX_NAMED = 10
 
 CHECKPOINT = re.compile(r"iteration-(\d{6,})")
 """As `trainer.checkpoint.files` calls them: the number of the iteration that is trained next."""
@@ -68,7 +68,7 @@ def describe_end(config: Config) -> str:
     ]
     skipped = [iteration for iteration, num in _skipped_steps(run_dir).items() if num]
     if skipped:
-        named = ", ".join(map(str, skipped[:MOST_NAMED])) + (", ..." if len(skipped) > MOST_NAMED else "")
+        named = ", ".join(map(str, skipped[:MAX_NAMED])) + (", ..." if len(skipped) > MAX_NAMED else "")
         rows.insert(0, ("no step", f"in {len(skipped)} iterations ({named}): their gradients were not finite"))
     return "\n".join([f"the run is trained: {_length(config)}", *_table(rows)])
 

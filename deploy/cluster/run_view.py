@@ -20,10 +20,10 @@ Record = Mapping[str, Any]
 _NEEDED = ("seconds", "wait_s", "train_s", "publish_s", "step_s", "rollout_s")
 _NEEDED_COUNTS = ("iteration", "iterations", "num_groups", "num_instances")
 
-_MOST = 1e300
+_MAX_VALUE = 1e300
 """Sums of larger numbers may be infinite."""
 
-_MOST_SECONDS = 1e9
+_MAX_S = 1e9
 
 _LEAVING_S = 0.05
 _LEAST_SHARE = 0.005
@@ -35,8 +35,6 @@ PLAIN_EVERY = 10
 SILENT_S = 30.0
 """Without a line for so long, a run looks like one that hangs."""
 
-_LONGEST_S = 1e9
-
 
 def shown_records(rows: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
     """The numbers of each record that has what every view shows; a line may be anything, and views must not end a run.
@@ -45,13 +43,13 @@ def shown_records(rows: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
     """
     for row in rows:
         record = {name: value for name, value in row.items() if _is_number(value)}
-        has_times = all(abs(record.get(name, math.inf)) <= _MOST_SECONDS for name in _NEEDED)
+        has_times = all(abs(record.get(name, math.inf)) <= _MAX_S for name in _NEEDED)
         if has_times and all(isinstance(record.get(name), int) for name in _NEEDED_COUNTS):
             yield record
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_VALUE
 
 
 class RunView(Protocol):
@@ -167,7 +165,7 @@ def progress(record: Record) -> str:
 
 def clock(seconds: float) -> str:
     """h:mm:ss, or m:ss below an hour."""
-    minutes, rest = divmod(int(min(max(0.0, seconds), _LONGEST_S)), 60)
+    minutes, rest = divmod(int(min(max(0.0, seconds), _MAX_S)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 

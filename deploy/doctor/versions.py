@@ -13,7 +13,7 @@ from async_rl.shared.programs.extras import MODULES, require_extras
 from deploy.doctor.finding import Finding, State
 from deploy.local.machine import Machine
 from deploy.local.plan import plan_instances
-from deploy.local.startable import HOW_TO_GET_VLLM, require_engine
+from deploy.local.start_checks import HOW_TO_GET_VLLM, require_engine
 
 DISTRIBUTION = "async-rl"
 

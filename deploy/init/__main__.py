@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from async_rl.checks.preflight import find_faults
-from async_rl.checks.preflight.first_look import FirstLook, look_at_source
 from async_rl.checks.preflight.model import ModelFiles
+from async_rl.checks.preflight.source_guess import SourceGuess, guess_source
 from async_rl.config.file import parse_config
 from async_rl.config.keys import keys_of
 from async_rl.config.sections import Config
@@ -43,7 +43,7 @@ def look_around(model: str, source: str, reward: str | None, prompt_column: str 
         ConfigError: model or data cannot be read, or nothing tells the reward.
     """
     files = ModelFiles.find(model)
-    look = look_at_source(source, prompt_column)
+    look = guess_source(source, prompt_column)
     if (reward or look.reward) is None:
         raise ConfigError(
             f"{source!r} has no column of answers ({', '.join(look.names)}), so nothing tells how responses are "
@@ -83,7 +83,7 @@ def _devices() -> tuple[Literal["cpu", "cuda", "npu"], int]:
     return "cpu", 0
 
 
-def _num_tokens(look: FirstLook, files: ModelFiles) -> int:
+def _num_tokens(look: SourceGuess, files: ModelFiles) -> int:
     """Tokens of the longest prompt, by the checkpoint's tokenizer.json where it can be read without transformers."""
     path = files.directory / "tokenizer.json" if files.directory is not None else None
     if path is None or not path.is_file() or find_spec("tokenizers") is None:

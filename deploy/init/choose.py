@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from async_rl.checks.forecast.run_forecast import forecast_run
-from async_rl.checks.preflight.first_look import FirstLook
+from async_rl.checks.preflight.source_guess import SourceGuess
 from async_rl.config.file import parse_config
 from async_rl.config.keys import set_dotted
 from async_rl.errors import ConfigError
@@ -42,7 +42,7 @@ EVALUATE_EVERY = 20
 
 MAX_RESPONSE_TOKENS = {"cpu": 256, "cuda": 2048, "npu": 2048}
 PROMPTS_PER_BATCH = {"cpu": 16, "cuda": 64, "npu": 64}
-MOST_ITERATIONS = 200
+MAX_ITERATIONS = 200
 RESPONSES_PER_PROMPT = 8
 TEMPLATE_TOKENS = 64
 """For what a chat template puts around a prompt."""
@@ -72,7 +72,7 @@ class Seen:
     max_positions: int | None
     has_chat_template: bool
     source: str
-    look: FirstLook
+    look: SourceGuess
     prompt_tokens: int
     reward: str
     device: Literal["cpu", "cuda", "npu"]
@@ -152,7 +152,7 @@ def _fixed(seen: Seen, run_dir: str, num_parameters: int) -> Iterator[Choice]:
         yield Choice("evaluation.sets", [held_out])
         yield Choice("evaluation.every", EVALUATE_EVERY)
     epoch = (look.num_rows - num_held_out) // num_prompts
-    iterations = min(MOST_ITERATIONS, max(LEAST_ITERATIONS, epoch))
+    iterations = min(MAX_ITERATIONS, max(LEAST_ITERATIONS, epoch))
     yield Choice("train.iterations", iterations, f"about {-(-iterations // epoch)} passes over the rows that were seen")
     yield Choice("trainer.device", device, _device_reason(seen))
 

@@ -35,7 +35,7 @@ from async_rl.shared.net.http_client import HttpClient, http_url
 from async_rl.shared.programs.command_line import Parser
 from async_rl.shared.programs.failure_report import TORCHRUN_VARIABLE
 from async_rl.shared.protocol.routes import HEALTH
-from deploy.cluster.restarts import BAD_INPUT, DONE, FENCED, LASTING, TOLD, Restarts, num_trained
+from deploy.cluster.restarts import BAD_INPUT, DONE, FENCED, LASTING, STOPPED, Restarts, num_trained
 from deploy.cluster.tasks import Task, read_launch, read_task, write_launch, write_task
 
 FILE: Final = Path("kubernetes", "restarts.json")
@@ -85,15 +85,15 @@ TIMEOUT_S: Final = 1800.0
 POLL_S: Final = 2.0
 
 
-def wait_for_instance(service: str, told: threading.Event) -> None:
-    """Waits until an instance behind a headless service is healthy, for `TIMEOUT_S` at most, or until `told` is set.
+def wait_for_instance(service: str, stop: threading.Event) -> None:
+    """Waits until an instance behind a headless service is healthy, for `TIMEOUT_S` at most, or until `stop` is set.
 
     Args:
         service: the URL of the service, whose name leads to all instances.
     """
     deadline = time.monotonic() + TIMEOUT_S
     while not any(map(_is_healthy, _instances(service))) and time.monotonic() < deadline:
-        if told.wait(POLL_S):
+        if stop.wait(POLL_S):
             return
 
 
@@ -118,7 +118,7 @@ MAY_PASS: Final = os.EX_TEMPFAIL
 """75, which nothing else exits with: JobSet has no limit, so Kubernetes must not start again what never came so far as
 to count its attempts."""
 
-STATES: Final[Mapping[int, str]] = {DONE: "done", MAY_PASS: "waiting", TOLD: "stopped"}
+STATES: Final[Mapping[int, str]] = {DONE: "done", MAY_PASS: "waiting", STOPPED: "stopped"}
 """Of the pod in `async-rl status`, by its exit code; all other codes mean that it has failed."""
 
 
@@ -135,28 +135,28 @@ class Signals:
     """SIGTERM and SIGINT to this process, which are passed on to torchrun."""
 
     def __init__(self) -> None:
-        self.told = threading.Event()
+        self.stop = threading.Event()
         self._torchrun: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._pass_on)
 
     def pass_on_to(self, torchrun: "subprocess.Popen[bytes]") -> None:
         self._torchrun = torchrun
-        if self.told.is_set():
+        if self.stop.is_set():
             torchrun.terminate()
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        self.told.set()
+        self.stop.set()
         if self._torchrun is not None:
             self._torchrun.send_signal(number)
 
 
-def exit_code(end: End, *, told: bool) -> int:
-    """The pod's exit code; `told`: the pod was told to end."""
+def exit_code(end: End, *, stop: bool) -> int:
+    """The pod's exit code; `stop`: the pod was told to end."""
     if end.code == 0:
         return DONE
-    if end.kind == RunStopped.__name__ or (told and end.kind is None):
-        return TOLD
+    if end.kind == RunStopped.__name__ or (stop and end.kind is None):
+        return STOPPED
     return MAY_PASS if end.kind is None else _code_of(getattr(errors, end.kind))
 
 
@@ -240,11 +240,11 @@ def run(options: Any, command: Sequence[str], signals: Signals) -> int:
         except RestartsExhausted as error:
             record(run_dir, replace(task, state="failed", cause=str(error)))
             raise
-    if not signals.told.wait(delay_s):
-        wait_for_instance(options.instances, signals.told)
-    end = End(TOLD) if signals.told.is_set() else train(command, signals)
-    code = exit_code(end, told=signals.told.is_set())
-    causes_of = {DONE: task.cause, TOLD: None}
+    if not signals.stop.wait(delay_s):
+        wait_for_instance(options.instances, signals.stop)
+    end = End(STOPPED) if signals.stop.is_set() else train(command, signals)
+    code = exit_code(end, stop=signals.stop.is_set())
+    causes_of = {DONE: task.cause, STOPPED: None}
     cause = causes_of.get(code, end.message or f"torchrun exited with code {end.code}")
     record(run_dir, replace(task, state=STATES.get(code, "failed"), cause=cause))
     return code

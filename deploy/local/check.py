@@ -30,7 +30,7 @@ from deploy.local.machine import VISIBLE
 from deploy.local.machine_memory import device_memory, host_memory
 from deploy.local.memory_fit import Capacity, find_misfits
 from deploy.local.plan import Plan
-from deploy.local.startable import make_plan, require_addresses, require_engine, require_packages
+from deploy.local.start_checks import make_plan, require_addresses, require_engine, require_packages
 
 VARIABLES = (TOKEN_VARIABLE, *VISIBLE.values(), "OMP_NUM_THREADS")
 

@@ -1,7 +1,7 @@
 """From a config to the processes of a run: pure data, nothing is started. Called by every launcher.
 
 The launcher passes the machine's cores, devices and ports, so the same inputs always give the same plan;
-`deploy.local.share` divides them.
+`deploy.local.machine_shares` divides them.
 """
 
 import json
@@ -17,7 +17,7 @@ from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from deploy.cluster.process import GRACE_S, Process, log_path, torchrun_dir
 from deploy.local.machine import HOST, VISIBLE, Machine
-from deploy.local.share import Share, share_out
+from deploy.local.machine_shares import Share, share_out
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from deploy.cluster.stopping import Stopped, stop_on_signals
 from deploy.local.check import check_config, explain_refusal
 from deploy.local.plan import Plan
 from deploy.local.processes import POLL_S, Deployment
-from deploy.local.startable import make_plan, require_startable
+from deploy.local.start_checks import make_plan, require_startable
 from deploy.local.supervisor import Supervisor
 
 START_TIMEOUT_S = 1800.0

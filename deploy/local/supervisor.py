@@ -13,10 +13,10 @@ from functools import partial
 from async_rl.config.sections import Config
 from async_rl.errors import RunDirInUse, WriteFailed
 from async_rl.shared.locks.process_identity import this_process
-from deploy.cluster.kept_process import ENDED, KeptProcess
 from deploy.cluster.process import Running
 from deploy.cluster.restarts import Restarts, num_trained
 from deploy.cluster.run_view import RunFeed, RunView
+from deploy.cluster.supervised_process import ENDED, SupervisedProcess
 from deploy.cluster.tasks import LEFT, Task, remove_tasks, write_launch
 from deploy.local.processes import POLL_S, Deployment
 
@@ -46,10 +46,10 @@ class Supervisor:
         self._written: tuple[Task, ...] = ()
         self._has_left = False
 
-        def keep(running: Running, url: str | None, again: tuple[str, ...] = ()) -> KeptProcess:
+        def keep(running: Running, url: str | None, again: tuple[str, ...] = ()) -> SupervisedProcess:
             restarts = Restarts(config.cluster.max_restarts)
             trained = partial(num_trained, self._run_dir, None if url is None else url.__eq__)
-            return KeptProcess(running, deployment.start, restarts, trained, again)
+            return SupervisedProcess(running, deployment.start, restarts, trained, again)
 
         self._instances = [keep(running, url) for running, url in zip(instances, urls, strict=True)]
         self._trainer = keep(trainer, None, (RESUME,))
@@ -106,7 +106,7 @@ class Supervisor:
                 self._say(f"async-rl status does not show the present state: {error}")
 
 
-def _task(kept: KeptProcess) -> Task:
+def _task(kept: SupervisedProcess) -> Task:
     process = kept.process
     return Task(
         name=process.name,

@@ -33,7 +33,7 @@ from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.plan import Plan
 from deploy.local.processes import Deployment
 from deploy.local.run import run_config
-from deploy.local.startable import HOW_TO_GET_VLLM, make_plan
+from deploy.local.start_checks import HOW_TO_GET_VLLM, make_plan
 from deploy.quickstart.evaluate import Record, measure
 from deploy.quickstart.kind import KINDS, SPELLING, Kind
 from deploy.quickstart.report import render, summarize, summary_rows

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 
-from deploy.cluster.kept_process import ENDED
+from deploy.cluster.supervised_process import ENDED
 from deploy.cluster.tasks import Task
 from deploy.slurm.commands import QueuedJob, own_jobs
 

@@ -34,10 +34,10 @@ from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed, RestartsEx
 from async_rl.shared.files import write_file
 from async_rl.shared.programs.command_line import Parser
 from deploy.cluster.fleet import num_trained_with
-from deploy.cluster.kept_process import ENDED, KeptProcess
 from deploy.cluster.process import Process, Running, log_path, start_process
 from deploy.cluster.restarts import Restarts, num_trained
 from deploy.cluster.stopping import explain_end
+from deploy.cluster.supervised_process import ENDED, SupervisedProcess
 from deploy.cluster.tasks import Task, read_launch, write_task
 from deploy.slurm.commands import SlurmFailed, cancel, end_steps, own_jobs, requeue
 from deploy.slurm.files import folder_of
@@ -137,7 +137,7 @@ class TrainingJob:
 
 
 POLL_S: Final = 0.5
-TOLD: Final = 128 + signal.SIGTERM
+STOPPED: Final = 128 + signal.SIGTERM
 INTERRUPTED: Final = 128 + signal.SIGINT
 REQUEUE_S: Final = 120.0
 """For Slurm to kill a job that it has accepted to requeue."""
@@ -197,7 +197,7 @@ class SlurmTask:
         )
         self._memory.recall(restarts, trained())
         self._memory.keep(restarts, settled=False)
-        self._kept = KeptProcess(self._start(process), self._start, restarts, trained)
+        self._supervised = SupervisedProcess(self._start(process), self._start, restarts, trained)
 
     def run(self) -> int:
         """Returns the exit code when the task is over; does not return from a requeue.
@@ -205,35 +205,35 @@ class SlurmTask:
         Raises:
             ProcessFailed, RestartsExhausted: the task failed for good.
         """
-        while self._kept.state not in ENDED and not (self._signals and self._kept.state == "waiting"):
-            if event := self._kept.check():
+        while self._supervised.state not in ENDED and not (self._signals and self._supervised.state == "waiting"):
+            if event := self._supervised.check():
                 self._say(event)
                 # The loss of a node ends srun as well, shortly before the job: one loss.
-                self._memory.keep(self._restarts, settled=self._kept.state == "waiting")
+                self._memory.keep(self._restarts, settled=self._supervised.state == "waiting")
             if self._signals:
                 self._end()
             elif self._training is not None and self._training.is_over():
                 self._end_array(self._training)
             elif self._is_last_restart() and self._moved():
-                return TOLD
+                return STOPPED
             self._record()
             time.sleep(POLL_S)
         self._record()
         # An instance exits with 0 also when it was asked to end.
-        if self._kept.state == "done" and (self._kept.process.role == TRAINER or not self._signals):
+        if self._supervised.state == "done" and (self._supervised.process.role == TRAINER or not self._signals):
             return 0
         if signal.SIGTERM in self._signals:
-            return TOLD
-        if self._kept.failure is not None and not self._was_asked_to_end():
-            raise self._kept.failure
+            return STOPPED
+        if self._supervised.failure is not None and not self._was_asked_to_end():
+            raise self._supervised.failure
         if signal.SIGUSR1 in self._signals:
             self._requeue("the time limit is near: the job goes back into the queue")
-            return TOLD
+            return STOPPED
         return INTERRUPTED
 
     def _was_asked_to_end(self) -> bool:
         """Whether this task's own request to end explains its end."""
-        failure = self._kept.failure
+        failure = self._supervised.failure
         return bool(self._signals) and isinstance(failure, ProcessFailed) and failure.cause in (None, "RunStopped")
 
     def _start(self, process: Process) -> Running:
@@ -243,18 +243,18 @@ class SlurmTask:
     def _end(self) -> None:
         """Lets the process end: it is asked once, and killed when its grace time has passed."""
         if self._killed_s is None:
-            self._kept.restart_no_more()
-            self._killed_s = time.monotonic() + self._kept.process.grace_s
+            self._supervised.restart_no_more()
+            self._killed_s = time.monotonic() + self._supervised.process.grace_s
             if signal.SIGTERM in self._signals:
                 return
             self._say("told to end: saving, and ending")
-            if self._kept.process.role == TRAINER:
+            if self._supervised.process.role == TRAINER:
                 # srun would take SIGTERM for an order to end its step within Slurm's KillWait.
                 end_steps(self._job.id)
             else:
-                self._kept.running.request_end()
+                self._supervised.running.request_end()
         elif time.monotonic() > self._killed_s:
-            self._kept.running.request_end()
+            self._supervised.running.request_end()
 
     def _end_array(self, training: TrainingJob) -> None:
         """Slurm then ends this task as well."""
@@ -264,7 +264,7 @@ class SlurmTask:
             cancel(self._job.array or self._job.id)
 
     def _is_last_restart(self) -> bool:
-        return self._kept.state == "waiting" and self._restarts.without_progress == self._restarts.limit
+        return self._supervised.state == "waiting" and self._restarts.without_progress == self._restarts.limit
 
     def _moved(self) -> bool:
         """Whether the job is started again on nodes that Slurm selects anew: one of several may hang."""
@@ -291,7 +291,7 @@ class SlurmTask:
             time.sleep(POLL_S)
 
     def _record(self) -> None:
-        kept = self._kept
+        kept = self._supervised
         task = Task(
             name=kept.process.name,
             role=kept.process.role,
@@ -307,7 +307,7 @@ class SlurmTask:
             write_task(self._run_dir, task)
 
     def _say(self, text: str) -> None:
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._kept.process.name}: {text}", flush=True)
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._supervised.process.name}: {text}", flush=True)
 
 
 def end_instances(run_dir: Path) -> None:
@@ -347,7 +347,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         code = SlurmTask(process, run_dir, restarts, Job.of(os.environ), training, token).run()
         # Slurm itself ends or requeues the job; a user who ended it ends the array, too.
-        is_over &= code != TOLD
+        is_over &= code != STOPPED
     except AsyncRLError as error:
         code = explain_end(error)
         # Another trainer has taken over the run, and the instances with it.

@@ -23,7 +23,7 @@ from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.machine import this_machine
 from deploy.local.plan import num_ports, plan
 from deploy.local.processes import Deployment
-from deploy.local.startable import require_startable
+from deploy.local.start_checks import require_startable
 from deploy.verify.findings import all_hold, show, write_report
 from deploy.verify.stages import INSTANCES, Stages
 from deploy.verify.verification import Scope, Verification

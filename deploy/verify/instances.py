@@ -31,7 +31,7 @@ OTHER_DTYPE = re.compile(r"has dtype '\w+', the model expects '\w+'")
 NUM_SIGMAS = 6
 """As `trainer.verify.diagnosis` judges by."""
 
-LARGEST_BLIND_FACTOR = 2.0
+MAX_BLIND_FACTOR = 2.0
 """Between temperatures: tokens that would not show one of this factor have not tested sampling."""
 
 MORE_TOKENS = "raise prompts.prompts_per_batch, rollout.responses_per_prompt or rollout.max_response_tokens"
@@ -120,7 +120,7 @@ def _judge_sampling(url: str, diagnosis: Mapping[str, Any]) -> Finding:
     if diagnosis["cause"] is not None:
         bound = f"{NUM_SIGMAS} standard errors"
         return fails(SAMPLING, f"{diagnosis['detail']}; {drawn}", bound, url, CAUSES[diagnosis["cause"]])
-    if error is None or error > math.log(LARGEST_BLIND_FACTOR) / NUM_SIGMAS:
+    if error is None or error > math.log(MAX_BLIND_FACTOR) / NUM_SIGMAS:
         why = (
             f"{num_tokens} tokens of an iteration are too few to tell their temperature, or too certain: {MORE_TOKENS}"
         )

@@ -17,7 +17,7 @@ from async_rl.method.proof.logprob_gaps import LogprobGaps
 from async_rl.method.step_stats import StepStats
 from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Batch, Group, Prompt, Publication
-from async_rl.records.recorder import IterationRecord, Recorder
+from async_rl.records.recorder import IterationRecord, Recorder, RunRecorder
 from async_rl.records.rotation import TIMELINE
 from tests.support.groups import make_group, make_response
 from tests.support.rotated_rows import rotated_rows
@@ -139,7 +139,7 @@ def run(
         Prompts(),
         ScriptedRollouts(trainer.calls, order),
         Ledger(tmp_path / "ledger.jsonl", 2, LIMITS),
-        Recorder(tmp_path, iterations=1, correct_at=1.0),
+        RunRecorder(tmp_path, iterations=1, correct_at=1.0),
     )
     return trainer.calls
 
@@ -191,7 +191,7 @@ def test_each_complete_iteration_is_announced(tmp_path: Path) -> None:
         Prompts(),
         ScriptedRollouts(trainer.calls, (0, 1, 2, 3)),
         Ledger(None, 2, LIMITS),
-        Recorder(None, 3),
+        Recorder(),
         first_iteration=1,
         after_iteration=lambda iteration: seen.append((iteration, trainer.calls.count("step"))),
     )
@@ -206,7 +206,7 @@ def test_weights_move_once_per_iteration(tmp_path: Path) -> None:
         Prompts(),
         ScriptedRollouts(trainer.calls, (0, 1, 2, 3)),
         Ledger(None, 2, LIMITS),
-        Recorder(None, 3),
+        Recorder(),
     )
     assert [c for c in trainer.calls if c.startswith(("publish", "step"))] == [
         *("publish 0", "step", "publish 1", "step", "publish 2", "step")
@@ -218,7 +218,7 @@ def test_no_step_without_the_proof(tmp_path: Path, order: Sequence[int], version
     trainer = ScriptedTrainer()
     rollouts = ScriptedRollouts(trainer.calls, order, version)
     with pytest.raises(OnPolicyViolation):
-        train(TrainSection(iterations=1), trainer, Prompts(), rollouts, Ledger(None, 2, LIMITS), Recorder(None, 1))
+        train(TrainSection(iterations=1), trainer, Prompts(), rollouts, Ledger(None, 2, LIMITS), Recorder())
     assert "step" not in trainer.calls
 
 
@@ -239,7 +239,7 @@ def test_a_failing_producer_ends_the_run_and_is_closed(tmp_path: Path) -> None:
 
     rollouts = Failing(trainer.calls, ())
     with pytest.raises(RewardError, match="row-1"):
-        train(TrainSection(iterations=1), trainer, Prompts(), rollouts, Ledger(None, 2, LIMITS), Recorder(None, 1))
+        train(TrainSection(iterations=1), trainer, Prompts(), rollouts, Ledger(None, 2, LIMITS), Recorder())
     assert rollouts.closed
     assert "step" not in trainer.calls
 
@@ -263,7 +263,6 @@ class Losing(Recorder):
     """The producer is lost where `at` says; notes what it keeps."""
 
     def __init__(self, at: str) -> None:
-        super().__init__(None, 3)
         self.at = at
         self.kept: list[int] = []
 

@@ -130,7 +130,9 @@ def test_serve_brings_the_embedded_engine_and_no_trainer(with_serve: Environment
 
 
 def test_trainer_brings_the_trainer(with_trainer: Environment) -> None:
-    done = with_trainer.run("python", "-c", "import trainer.session, trainer.ending, trainer.checkpoint.policy_export")
+    done = with_trainer.run(
+        "python", "-c", "import trainer.session, trainer.shutdown, trainer.checkpoint.policy_export"
+    )
     assert done.returncode == 0, done.stdout
     done = with_trainer.run("python", "-m", "async_rl.trainer", "--help")
     assert done.returncode == 0, done.stdout

@@ -5,13 +5,13 @@ from typing import Any
 from async_rl.rollouts.instance.client import InstanceClient
 from async_rl.rollouts.instance.connections import Connections
 from async_rl.rollouts.pool.member import Member
-from async_rl.rollouts.pool.membership import Membership, Standing
+from async_rl.rollouts.pool.membership import InstanceEntry, Membership
 
 
 def ready_member(name: str, version: str = "v1", concurrency: int | None = None, **figures: Any) -> Member:
     """In service with `version`; nothing is sent to it."""
-    standing = Standing(f"http://{name}:1")
-    Membership().end_publish(version, [standing], {standing.url: None})
-    client = InstanceClient(Connections(), standing.url, 60.0, 64)
+    entry = InstanceEntry(f"http://{name}:1")
+    Membership().end_publish(version, [entry], {entry.url: None})
+    client = InstanceClient(Connections(), entry.url, 60.0, 64)
     client.max_concurrency = concurrency
-    return Member(name, client, standing, **figures)
+    return Member(name, client, entry, **figures)

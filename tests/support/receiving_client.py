@@ -9,7 +9,7 @@ import torch
 
 from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, PublishError
 from async_rl.rollouts.pool.member import Member
-from async_rl.rollouts.pool.membership import Membership, Standing
+from async_rl.rollouts.pool.membership import InstanceEntry, Membership
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from async_rl.shared.weights.store import join_rendezvous
 from async_rl.shared.weights.stream import TensorSpec, WeightGroup
@@ -99,6 +99,6 @@ class ReceivingClient:
 
 def receiving_member(name: str, fault: str | None = None) -> Member:
     """In service already, so that its group is kept from one move to the next."""
-    standing = Standing(f"http://127.0.0.1:{name}")
-    Membership().end_publish("v0", [standing], {standing.url: None})
-    return Member(name, ReceivingClient(standing.url, fault), standing)  # type: ignore[arg-type]
+    entry = InstanceEntry(f"http://127.0.0.1:{name}")
+    Membership().end_publish("v0", [entry], {entry.url: None})
+    return Member(name, ReceivingClient(entry.url, fault), entry)  # type: ignore[arg-type]

@@ -15,10 +15,10 @@ from async_rl.method.group_proof import GroupProof
 from async_rl.method.proof.gap_limits import NoiseLimits, Unit, noise_scale
 from async_rl.method.proof.logprob_gaps import MIXED, LogprobGaps
 from async_rl.method.types import Group, RolloutFacts, WeightSpan
-from async_rl.rollouts.agents.recorder import Recorder, Request
+from async_rl.rollouts.agents.turn_tree import TurnContext, TurnTree
 from tests.support.groups import random_group
 from trainer.batching.group_codec import pack_groups, unpack_groups
-from trainer.logprob_gaps import LARGEST_GAP, sums_of
+from trainer.logprob_gaps import MAX_GAP, sums_of
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]
@@ -81,7 +81,7 @@ def test_turns_of_one_rollout_are_counted_for_the_instances_that_sampled_them(
     (plain,) = with_scores(trainer, [random_group(0, 5, (16,), rng)])
     prompt, (whole,) = plain.prompt.token_ids, plain.responses
     turns = [(0, 3, "http://a", 0), (5, 9, "http://b", 0), (9, 10, "http://b", 1), (12, 16, "http://a", 0)]
-    recorder = Recorder(None)  # type: ignore[arg-type]
+    recorder = TurnTree(None)  # type: ignore[arg-type]
     expected: dict[str, list[float]] = {}
     for begin, end, instance, num_continued in turns:
         shifts = [rng.gauss(0, 0.5) for _ in range(begin, end)]
@@ -94,7 +94,7 @@ def test_turns_of_one_rollout_are_counted_for_the_instances_that_sampled_them(
             instance=instance,
             num_continued=num_continued,
         )
-        recorder.add(Request((*prompt, *whole.token_ids[:begin])), sampled)
+        recorder.add(TurnContext((*prompt, *whole.token_ids[:begin])), sampled)
     responses = recorder.responses(prompt)
     facts = RolloutFacts(num_turns=len(turns))
     group = replace(plain, responses=responses, rewards=(1.0,), rollouts=(facts,))
@@ -124,7 +124,7 @@ def test_quantiles_and_totals_are_those_of_all_tokens() -> None:
 def test_extreme_gaps_are_counted_and_spoil_no_sum(gaps: list[float]) -> None:
     sums = sums_of(torch.tensor(gaps, dtype=torch.float64), 1.0)
     assert sums.count + sums.num_bad == len(gaps)
-    assert sums.num_bad == sum(not abs(gap) < LARGEST_GAP for gap in gaps)
+    assert sums.num_bad == sum(not abs(gap) < MAX_GAP for gap in gaps)
     assert all(math.isfinite(value) for value in sums.figures().values())
 
 

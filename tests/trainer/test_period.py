@@ -17,7 +17,7 @@ from async_rl.method.step_stats import StepStats
 from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Group, Publication
 from async_rl.records.recorder import Recorder
-from tests.support.trainer.replayed_rollouts import ReplayedRollouts
+from tests.support.trainer.replayed_rollouts import ReplayedRolloutSource
 from trainer.policy import optimizer
 from trainer.trainer import MegatronTrainer
 
@@ -67,10 +67,10 @@ def trained(
             learning_rate=1e-3,
             iterations=NUM_ITERATIONS,
         )
-        rollouts = ReplayedRollouts(ragged_groups, random.Random(arrival), all_at_once=mode == "synchronous")
+        rollouts = ReplayedRolloutSource(ragged_groups, random.Random(arrival), all_at_once=mode == "synchronous")
         config = TrainSection.model_validate({"iterations": NUM_ITERATIONS, "mode": mode, "order": order})
         ledger = Ledger(None, responses_per_prompt=1, limits=NoiseLimits(float("inf")))
-        train(config, UnpublishedTrainer(megatron), rollouts, rollouts, ledger, Recorder(None, NUM_ITERATIONS))
+        train(config, UnpublishedTrainer(megatron), rollouts, rollouts, ledger, Recorder())
         return {spec.name: tensor.clone() for spec, tensor in megatron.export.stream()}
 
     return run

@@ -75,7 +75,7 @@ def test_sigterm_before_the_loop_is_reported_as_a_request_to_end_and_no_other_ex
 ) -> None:
     def run(config: Config, stop: StopSignal) -> None:
         if told:
-            stop.note(signal.SIGTERM, None)
+            stop.handle(signal.SIGTERM, None)
         sys.exit(7)
 
     monkeypatch.chdir(tmp_path)
@@ -150,10 +150,10 @@ def test_sigterm_amid_an_import_ends_a_rank_without_an_exception(monkeypatch: py
     reported: list[bool] = []
     stop = StopSignal(lambda: reported.append(True))
     with pytest.raises(Ended, match="143"), stop.loading():
-        stop.note(signal.SIGTERM, None)
+        stop.handle(signal.SIGTERM, None)
     assert reported == [True], "the launcher is told all the same"
     with pytest.raises(SystemExit):
-        StopSignal().note(signal.SIGTERM, None)
+        StopSignal().handle(signal.SIGTERM, None)
 
 
 @pytest.mark.distributed
@@ -176,12 +176,12 @@ def test_the_trained_weights_are_evaluated_and_what_fails_costs_no_run(caplog: p
         )
 
     config = cast(Any, SimpleNamespace(run=SimpleNamespace(dir=Path("run"))))
-    ending = cast(Any, SimpleNamespace(meet=lambda *, may_stop: said.append("met")))
-    program._evaluate_trained(config, cast(Any, of(None)), ending)
+    shutdown = cast(Any, SimpleNamespace(meet=lambda *, may_stop: said.append("met")))
+    program._evaluate_trained(config, cast(Any, of(None)), shutdown)
     assert said == ["v3", "met"] and not caplog.text
-    program._evaluate_trained(config, cast(Any, of(PublishError("no instance took them"))), ending)
+    program._evaluate_trained(config, cast(Any, of(PublishError("no instance took them"))), shutdown)
     assert said == ["v3", "met", "met"], "the other ranks are not left waiting"
     assert "the trained weights are not evaluated: PublishError: no instance took them; async-rl eval" in caplog.text
     for error in (RunStopped("told to end"), Fenced("another trainer")):
         with pytest.raises(type(error)):
-            program._evaluate_trained(config, cast(Any, of(error)), ending)
+            program._evaluate_trained(config, cast(Any, of(error)), shutdown)

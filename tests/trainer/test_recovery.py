@@ -24,20 +24,22 @@ from async_rl.producer.client import Control, RemoteRecorder
 from async_rl.producer.process import END_TIMEOUT_S, ProducerAddress
 from async_rl.records.recorder import IterationRecord
 from tests.support.minimal_config import minimal_tree
-from trainer.ending import Ending
 from trainer.parallel import Parallel
 from trainer.prompt_data import contents_of
-from trainer.recovery import OwnProducer, Recovery, Restart, Standing, obstacle
+from trainer.recovery import OwnProducer, RankState, Recovery, Restart, obstacle
+from trainer.shutdown import Shutdown
 from trainer.stop_signal import StopSignal
 
 LOST = ProducerLost("the producer has ended")
 
 
-def standing(error: str, **more: Any) -> Standing:
-    return Standing(**{"error": error, "text": "why", "told_to_end": False, "iteration": 3, "is_sound": True} | more)
+def state(error: str, **more: Any) -> RankState:
+    return RankState(
+        **{"error": error, "text": "why", "is_stop_requested": False, "iteration": 3, "is_sound": True} | more
+    )
 
 
-MAIN_LOST, LEADER_LOST = standing("ProducerLost"), standing("LeaderFailed")
+MAIN_LOST, LEADER_LOST = state("ProducerLost"), state("LeaderFailed")
 
 
 @pytest.mark.parametrize(
@@ -46,18 +48,18 @@ MAIN_LOST, LEADER_LOST = standing("ProducerLost"), standing("LeaderFailed")
         ([MAIN_LOST], 0, None),
         ([MAIN_LOST, LEADER_LOST], 0, None),
         ([LEADER_LOST, MAIN_LOST, LEADER_LOST], 0, None),
-        ([MAIN_LOST, standing("RewardError")], 0, "another error: RewardError: why"),
-        ([MAIN_LOST, standing("RunStopped")], 0, "another error: RunStopped"),
-        ([MAIN_LOST, standing("ProducerFailed")], 0, "another error: ProducerFailed"),
+        ([MAIN_LOST, state("RewardError")], 0, "another error: RewardError: why"),
+        ([MAIN_LOST, state("RunStopped")], 0, "another error: RunStopped"),
+        ([MAIN_LOST, state("ProducerFailed")], 0, "another error: ProducerFailed"),
         ([LEADER_LOST, LEADER_LOST], 0, "not the producer that was lost"),
-        ([standing("ProducerLost", is_sound=False), LEADER_LOST], 0, "some of the steps of a batch were taken"),
-        ([MAIN_LOST, standing("LeaderFailed", is_sound=False)], 0, "some of the steps of a batch were taken"),
-        ([MAIN_LOST, standing("LeaderFailed", iteration=4)], 0, "some of the steps of a batch were taken"),
+        ([state("ProducerLost", is_sound=False), LEADER_LOST], 0, "some of the steps of a batch were taken"),
+        ([MAIN_LOST, state("LeaderFailed", is_sound=False)], 0, "some of the steps of a batch were taken"),
+        ([MAIN_LOST, state("LeaderFailed", iteration=4)], 0, "some of the steps of a batch were taken"),
         ([MAIN_LOST, LEADER_LOST], 1, "lost before in iteration 3"),
     ],
 )
 def test_only_a_lost_producer_before_a_step_and_once_is_replaced(
-    ranks: list[Standing], num_losses: int, why: str | None
+    ranks: list[RankState], num_losses: int, why: str | None
 ) -> None:
     found = obstacle(ranks, num_losses)
     assert found is None if why is None else found is not None and why in found
@@ -88,8 +90,8 @@ class Whole:
 class Rig:
     """A recovery whose loop fails as it is told: in each run of it, at some iteration, by some error."""
 
-    def __init__(self, parallel: Parallel, ending: Ending) -> None:
-        self.ending = ending
+    def __init__(self, parallel: Parallel, shutdown: Shutdown) -> None:
+        self.shutdown = shutdown
         self.megatron, self.saving = Megatron(), Whole(2)
         self.restarted: list[int] = []
         self.begun: list[int] = []
@@ -105,28 +107,28 @@ class Rig:
 
     def loop(self, iteration: int) -> None:
         self.begun.append(iteration)
-        self.ending.meet(may_stop=True)
+        self.shutdown.meet(may_stop=True)
         if not self.faults:
             return
         self.saving.first_unsound, error = self.faults.pop(0)
-        self.ending.part()
+        self.shutdown.separate()
         raise error
 
     def train(self, *faults: tuple[int, AsyncRLError]) -> None:
         self.faults = list(faults)
         parts: Any = (self.megatron, self.saving, None)
-        with self.ending.saving(lambda: None):
-            Recovery(self._parallel, self.ending, *parts, self.restart, 1.0).train(self.loop)
+        with self.shutdown.saving(lambda: None):
+            Recovery(self._parallel, self.shutdown, *parts, self.restart, 1.0).train(self.loop)
 
 
 class Told(StopSignal):
     """SIGTERM comes when it is set."""
 
-    is_told = False
+    requested = False
 
     @property
-    def told(self) -> bool:
-        return self.is_told
+    def is_requested(self) -> bool:
+        return self.requested
 
 
 @pytest.fixture
@@ -136,9 +138,9 @@ def stop() -> Told:
 
 @pytest.fixture
 def rig(parallel: Parallel, stop: Told) -> Iterator[Rig]:
-    ending = Ending(parallel, stop, 1000.0)
-    yield Rig(parallel, ending)
-    ending.close()
+    shutdown = Shutdown(parallel, stop, 1000.0)
+    yield Rig(parallel, shutdown)
+    shutdown.close()
 
 
 def num_watchdogs() -> int:
@@ -150,7 +152,7 @@ def test_the_iteration_is_repeated_and_nothing_of_the_loss_stays(rig: Rig) -> No
     assert rig.begun == [2, 4] and rig.restarted == [4]
     assert rig.megatron.num_discarded == rig.saving.num_back == 1
     assert num_watchdogs() == 0, "the time limit of an end is off"
-    rig.ending.watch()  # The error that was posted is forgotten.
+    rig.shutdown.watch()  # The error that was posted is forgotten.
 
 
 def test_each_iteration_may_lose_a_producer(rig: Rig) -> None:
@@ -187,7 +189,7 @@ def test_what_keeps_another_one_from_starting_ends_the_run(rig: Rig) -> None:
 
 def test_a_run_that_was_told_to_end_loses_no_time_on_another_one(rig: Rig, stop: Told) -> None:
     def lose(iteration: int) -> None:
-        stop.is_told = True
+        stop.requested = True
         raise LOST
 
     rig.loop = lose  # type: ignore[method-assign]
@@ -233,7 +235,7 @@ def restart(tmp_path: Path, model: Path, digests: dict[str, str]) -> tuple[Resta
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 3}\n{"iteration": 4}\n{"itera')
     parts: Any = Replaced(digests)
     before = contents_of(config, {"digests": {"0 to 9": "old"}}, "")
-    recorder: Any = RemoteRecorder(Control(parts), lambda: None, tmp_path, 9)
+    recorder: Any = RemoteRecorder(Control(parts), lambda: None)
     return Restart(config, parts, parts, before, 1, None, recorder, lambda: None, lambda: None), parts  # type: ignore[arg-type]
 
 

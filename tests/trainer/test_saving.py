@@ -22,11 +22,11 @@ from async_rl.records.recorder import Recorder
 from tests.support.finished_groups import Arriving
 from tests.support.trainer.checkpoint_worker import make_trainer, run_config
 from tests.support.trainer.failing_rank_worker import RaggedRank
-from tests.support.trainer.replayed_rollouts import ReplayedRollouts, one_by_one
+from tests.support.trainer.replayed_rollouts import ReplayedRolloutSource, one_by_one
 from trainer.checkpoint.checkpoint import Checkpoints
-from trainer.ending import Ending
 from trainer.parallel import Parallel
 from trainer.saving import Saving
+from trainer.shutdown import Shutdown
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
@@ -47,7 +47,7 @@ class Failing(Arriving):
         return super().ready(wait)
 
 
-class Rollouts(ReplayedRollouts):
+class Rollouts(ReplayedRolloutSource):
     """The same groups in every iteration; in one of them `fault` happens."""
 
     def __init__(self, groups: Sequence[Group], fault: Callable[[], None] | None, stale: bool) -> None:
@@ -104,32 +104,32 @@ class Runs:
             algorithm={"kl_coef": 0.1, "old_policy": "lagged"},
         )
         stop = StopSignal()
-        ending = Ending(self._parallel, stop, grace_s=300.0)
+        shutdown = Shutdown(self._parallel, stop, grace_s=300.0)
         megatron: MegatronTrainer = make_trainer(config, self._parallel)
         checkpoints = Checkpoints(directory / "checkpoints", 2, self._parallel, config)
         progress = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
-        replica = RaggedRank(megatron, self._parallel, "run", Publisher(publish_fails).publish, ending)
+        replica = RaggedRank(megatron, self._parallel, "run", Publisher(publish_fails).publish, shutdown)
         replica._num_publishes = progress.first_iteration
         rollouts = Rollouts(self._groups, fault, stale)
         ledger = Ledger(None, responses_per_prompt=1, limits=NoiseLimits(float("inf")))
         before = signal.getsignal(signal.SIGTERM)
         stop.install()
         try:
-            with ending.saving(progress.save_last):
+            with shutdown.saving(progress.save_last):
                 train(
                     config.train,
                     replica,
                     rollouts,
                     rollouts,
                     ledger,
-                    Recorder(None, NUM_ITERATIONS),
+                    Recorder(),
                     progress.first_iteration,
                     progress.after_iteration,
                 )
         finally:
             signal.signal(signal.SIGTERM, before)
             checkpoints.close()
-            ending.close()
+            shutdown.close()
         return {spec.name: tensor.clone() for spec, tensor in megatron.export.stream()}
 
 
@@ -220,15 +220,15 @@ def test_a_second_sigterm_ends_the_process_at_once_and_one_that_is_repeated_does
     monkeypatch.setattr("trainer.stop_signal.time.monotonic", lambda: now[0])
     stop = StopSignal()
     stop.deferred = True
-    stop.note(signal.SIGTERM, None)
+    stop.handle(signal.SIGTERM, None)
     now[0] += 0.5
-    stop.note(signal.SIGTERM, None)
-    assert stop.told and ends == []
+    stop.handle(signal.SIGTERM, None)
+    assert stop.is_requested and ends == []
     now[0] += 60.0
-    stop.note(signal.SIGTERM, None)
+    stop.handle(signal.SIGTERM, None)
     assert ends == [143]
 
 
 def test_before_anything_is_trained_sigterm_ends_the_process_as_an_exception() -> None:
     with pytest.raises(SystemExit):
-        StopSignal().note(signal.SIGTERM, None)
+        StopSignal().handle(signal.SIGTERM, None)

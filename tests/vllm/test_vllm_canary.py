@@ -22,9 +22,9 @@ from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights.sender import WeightSender
 from tests.support.running_instance import Instance
 from trainer.devices import choose_device
-from trainer.ending import Ending
 from trainer.parallel import Parallel, init_parallel
 from trainer.rank import TrainingRank, weight_source
+from trainer.shutdown import Shutdown
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
@@ -53,8 +53,8 @@ def test_a_stale_tied_head_is_found_and_named_and_the_mended_one_serves(
     sender = WeightSender(weight_source(megatron, parallel, lambda: None), config, "run")
     publisher = Publisher(pool, loop, config, sender, wait_s=60.0, canary=canary)
     try:
-        ending = Ending(parallel, StopSignal(), grace_s=60.0)
-        publication = TrainingRank(megatron, parallel, "run", publisher.publish, ending).publish_weights()
+        shutdown = Shutdown(parallel, StopSignal(), grace_s=60.0)
+        publication = TrainingRank(megatron, parallel, "run", publisher.publish, shutdown).publish_weights()
         reasons = {member.url: member.reason for member in pool.members}
         kinds = set(canary.kinds.values())
     finally:

@@ -17,16 +17,18 @@ from trainer.stop_signal import StopSignal
 
 def record(directory: Path, config: Config, stop: StopSignal, *, needs_all: bool) -> None:
     """Trains to the end, and records."""
-    with training_ranks(config, stop) as (parallel, ending):
+    with training_ranks(config, stop) as (parallel, shutdown):
         # As in `trainer.__main__`: after the config was validated, and MindSpeed before Megatron.
         from async_rl.loop import train
         from async_rl.method.proof.gap_limits import noise_limits
         from trainer.session import open_session
-        from trainer.verify.recording import RecordingRank, RecordingRollouts
+        from trainer.verify.recording import RecordingRank, RecordingRolloutSource
         from trainer.verify.scoring import Scorer
 
-        with open_session(config, parallel, ending) as session:
-            rollouts = RecordingRollouts(session.rollouts, directory if parallel.is_leader else None, parallel.dp_rank)
+        with open_session(config, parallel, shutdown) as session:
+            rollouts = RecordingRolloutSource(
+                session.rollouts, directory if parallel.is_leader else None, parallel.dp_rank
+            )
             rank = RecordingRank(
                 session.rank,
                 rollouts,
@@ -36,9 +38,9 @@ def record(directory: Path, config: Config, stop: StopSignal, *, needs_all: bool
                 config.run.dir,
                 session.control,
             )
-            with ending.saving(session.saving.save_last):
+            with shutdown.saving(session.saving.save_last):
                 train(session.train, rank, session.prompts, rollouts, session.ledger, session.recorder)
-                ending.meet(may_stop=False)
+                shutdown.meet(may_stop=False)
             session.megatron.save_hf(config.run.dir / "model")
 
 

@@ -31,7 +31,7 @@ FACTORS = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)
 """Temperatures, relative to the config's, from which a fit starts: the one with the smallest error."""
 
 NUM_STEPS = 8
-LARGEST_STEP = 0.5
+MAX_STEP = 0.5
 STEP_OF_LOG = 0.05
 """In ln T, for derivatives of y(T): the error of a larger one grows with its square, a smaller one's is rounding."""
 
@@ -172,7 +172,7 @@ def fit_temperature(reported_N: torch.Tensor, score: Score, temperature: float) 
         if square == 0.0:
             break
         step = float((slope_N * residual_N).sum()) / square
-        log += max(-LARGEST_STEP, min(LARGEST_STEP, step))
+        log += max(-MAX_STEP, min(MAX_STEP, step))
         if abs(step) < 1e-7:
             break
     return math.exp(log)
@@ -194,7 +194,7 @@ def _likeliest_temperature(score: Score, temperature: float) -> float:
         slope, information = _likelihood(score, math.exp(log))
         if information <= 0:
             break
-        log += max(-LARGEST_STEP, min(LARGEST_STEP, slope / information))
+        log += max(-MAX_STEP, min(MAX_STEP, slope / information))
     return math.exp(log)
 
 

@@ -40,8 +40,8 @@ def distance(first: Path, second: Path, start: Path) -> Mapping[str, float]:
     names = [name for name in a.names if name in origin.names]
     num, different, squares, of_change, of_weights, largest = 0, 0, 0.0, 0.0, 0.0, 0.0
     for name in names:
-        mine, other = a.read(name), b.read(name)
-        gap = mine - other
+        own, other = a.read(name), b.read(name)
+        gap = own - other
         num += gap.numel()
         different += int((gap != 0).sum())
         squares += float(gap.square().sum())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import PublishError
-from async_rl.loop import Rollouts, Window
+from async_rl.loop import RolloutSource, Window
 from async_rl.method.group_proof import GroupProof
 from async_rl.method.ledger import gaps_by_instance
 from async_rl.method.proof.gap_limits import MIN_TOKENS, NoiseLimits
@@ -34,13 +34,13 @@ Diagnose = Callable[[Sequence[Group]], Mapping[str, Diagnosis]]
 """A collective: (the finished groups of this rank's replica, none on other ranks than leaders) -> by instance."""
 
 
-class RecordingRollouts:
+class RecordingRolloutSource:
     """The rollouts of one leader; writes the groups of each batch that was trained.
 
     `directory` is None on ranks that make no rollouts. `groups` are those of the present batch so far.
     """
 
-    def __init__(self, rollouts: Rollouts, directory: Path | None, replica: int) -> None:
+    def __init__(self, rollouts: RolloutSource, directory: Path | None, replica: int) -> None:
         self._rollouts = rollouts
         self._directory = directory
         self._replica = replica
@@ -120,7 +120,7 @@ class RecordingRank:
     def __init__(
         self,
         rank: TrainingRank,
-        rollouts: RecordingRollouts,
+        rollouts: RecordingRolloutSource,
         instances: Collection[str],
         diagnose: Diagnose,
         limits: NoiseLimits,

@@ -10,7 +10,7 @@ from async_rl.method.group_proof import GroupProof
 from async_rl.method.step_stats import StepStats
 from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Batch, Group, Publication, WeightVersion
-from async_rl.records.recorder import Recorder
+from async_rl.records.recorder import Recorder, RunRecorder
 from trainer.parallel import Parallel
 from trainer.session import make_ledger
 from trainer.trainer import MegatronTrainer
@@ -107,11 +107,10 @@ def replay(config: Config, parallel: Parallel, directory: Path) -> None:
     megatron = MegatronTrainer.of(config, parallel)
     first_reserve = config.prompts.prompts_per_batch if config.prompts.reserve else None
     batches = RecordedBatches(directory, parallel, first_reserve)
-    recorder = Recorder(
-        config.run.dir if parallel.is_main else None,
-        config.train.num_iterations,
-        has_reserve=config.prompts.reserve > 0,
-    )
+    recorder = Recorder()
+    if parallel.is_main:
+        has_reserve = config.prompts.reserve > 0
+        recorder = RunRecorder(config.run.dir, config.train.num_iterations, has_reserve=has_reserve)
     ledger = make_ledger(config, parallel)
     train(config.train, ReplayingRank(megatron, parallel, batches), batches, batches, ledger, recorder)
     recorder.close()

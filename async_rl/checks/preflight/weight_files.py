@@ -31,13 +31,13 @@ class StoredTensor:
         """Whether both are the same bit for bit."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
-        with self.file.open("rb") as mine, other.file.open("rb") as theirs:
-            mine.seek(self.start)
+        with self.file.open("rb") as own, other.file.open("rb") as theirs:
+            own.seek(self.start)
             theirs.seek(other.start)
             num_left = self.end - self.start
             while num_left > 0:
                 size = min(num_left, PIECE_BYTES)
-                if mine.read(size) != theirs.read(size):
+                if own.read(size) != theirs.read(size):
                     return False
                 num_left -= size
         return True

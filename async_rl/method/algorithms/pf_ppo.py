@@ -13,7 +13,7 @@ from async_rl.errors import RewardError
 from async_rl.method.algorithms.base import Rollouts
 from async_rl.method.algorithms.policy_gradient import PolicyGradient
 
-SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-15, 1e15
+SMALLEST_WEIGHT, MAX_WEIGHT = 1e-15, 1e15
 """Of a rollout; weights times gradients are summed in float32. Smaller ones count as 0."""
 
 
@@ -28,10 +28,10 @@ class PFPPO(PolicyGradient):
         """
         rewards_G = torch.tensor(self.shaped_rewards(rollouts), dtype=torch.float64)
         weights_G = rewards_G.abs() ** self.options.power
-        if weights_G.max() > LARGEST_WEIGHT:
+        if weights_G.max() > MAX_WEIGHT:
             raise RewardError(
                 f"algorithm.name = 'pf_ppo' weighs a rollout by |reward| ** {self.options.power:g}, but a reward is "
-                f"{float(rewards_G[weights_G.argmax()]):g}: expected a weight of at most {LARGEST_WEIGHT:g}; scale the "
+                f"{float(rewards_G[weights_G.argmax()]):g}: expected a weight of at most {MAX_WEIGHT:g}; scale the "
                 "reward"
             )
         return super().weights(rollouts) * torch.where(weights_G < SMALLEST_WEIGHT, 0.0, weights_G)

@@ -40,7 +40,7 @@ MODEL = "policy"
 NO_KEY = "ASYNC_RL_NO_KEY"
 """A variable that nobody sets: the key of a rollout is in its base URL."""
 
-Tell = Callable[[Mapping[str, str]], None]
+Report = Callable[[Mapping[str, str]], None]
 
 
 class Service:
@@ -57,8 +57,8 @@ class Service:
         self._task_type = type(self._env.taskset).task_type()
         _require_no_retries(self._env.config)
 
-    async def serve(self, socket: str, tell: Tell) -> None:
-        """Serves until SIGTERM; `tell` is called when it listens."""
+    async def serve(self, socket: str, report: Report) -> None:
+        """Serves until SIGTERM; `report` is called when it listens."""
         stopped = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
         app = web.Application(client_max_size=MAX_BODY_BYTES)
@@ -69,7 +69,7 @@ class Service:
             await runner.setup()
             try:
                 await web.UnixSite(runner, socket).start()
-                tell({})
+                report({})
                 await stopped.wait()
             finally:
                 await runner.cleanup()
@@ -164,19 +164,19 @@ def _shown(error: Exception) -> str:
 
 def main(config: str, socket: str) -> None:
     # What the environment prints must not mix with the report.
-    report = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
-    def tell(said: Mapping[str, str]) -> None:
-        print(json.dumps(said), file=report, flush=True)
+    def report(said: Mapping[str, str]) -> None:
+        print(json.dumps(said), file=stdout, flush=True)
 
     try:
         service = Service(tomllib.loads(Path(config).read_text()).get("env", {}))
-        asyncio.run(service.serve(socket, tell))
+        asyncio.run(service.serve(socket, report))
     except Exception as error:
         # Before it is told: who reads that ends this process.
         traceback.print_exc()
-        tell({"error": f"{type(error).__name__}: {error}"[:MAX_SHOWN]})
+        report({"error": f"{type(error).__name__}: {error}"[:MAX_SHOWN]})
         sys.exit(1)
 
 

@@ -18,8 +18,8 @@ from aiohttp import web
 
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.parts.gateway.api_error import ApiError
+from async_rl.parts.gateway.exchanges import Exchanges
 from async_rl.parts.gateway.ignored_fields import IgnoredFields
-from async_rl.parts.gateway.line import Line
 from async_rl.parts.gateway.server import make_app
 from async_rl.rollouts.agents.session import RolloutSession
 from async_rl.rollouts.data.prompts import Tokenizer
@@ -90,7 +90,7 @@ class Gateway:
         self._tokenizer = tokenizer
         self._address = address
         self._keys = Keys()
-        self._lines: dict[str, Line] = {}
+        self._exchanges_of: dict[str, Exchanges] = {}
         self._site: BoundedSite | None = None
 
     async def start(self) -> None:
@@ -107,7 +107,7 @@ class Gateway:
                 "speaks for its agent: keep the network private",
                 self.url,
             )
-        app = make_app(self._find_line, IgnoredFields(self._rollout.temperature), self._decode, MODEL)
+        app = make_app(self._find_exchanges, IgnoredFields(self._rollout.temperature), self._decode, MODEL)
         runner = web.AppRunner(
             app,
             handle_signals=False,
@@ -132,19 +132,19 @@ class Gateway:
     def serving(self, session: RolloutSession) -> Iterator[Access]:
         """Serves the session under a key of its own, which is refused from the end on; then it may be finished."""
         key = self._keys.mint()
-        line = self._lines[key] = Line(session)
+        exchanges = self._exchanges_of[key] = Exchanges(session)
         try:
             yield Access(f"{self.url}/r/{key}/v1", self.url, key)
         finally:
-            del self._lines[key]
-            line.close()
+            del self._exchanges_of[key]
+            exchanges.close()
 
-    def _find_line(self, key: str) -> Line | None:
-        line = self._lines.get(key)
-        if line is None and not self._keys.has_minted(key):
+    def _find_exchanges(self, key: str) -> Exchanges | None:
+        exchanges = self._exchanges_of.get(key)
+        if exchanges is None and not self._keys.has_minted(key):
             message = "this is no key of a rollout: use the base URL or the API key that the agent was started with"
             raise ApiError(HTTPStatus.UNAUTHORIZED, "invalid_api_key", message)
-        return line
+        return exchanges
 
     def _decode(self, token_ids: Sequence[int]) -> Sequence[str]:
         return self._tokenizer.batch_decode([[token_id] for token_id in token_ids], skip_special_tokens=False)

@@ -16,8 +16,8 @@ from aiohttp.typedefs import Handler
 from async_rl.parts.gateway.answer import Answer, Decode, to_json
 from async_rl.parts.gateway.api_error import ApiError
 from async_rl.parts.gateway.chat_request import ChatRequest, read_chat_request
+from async_rl.parts.gateway.exchanges import Exchange, Exchanges, ended
 from async_rl.parts.gateway.ignored_fields import IgnoredFields
-from async_rl.parts.gateway.line import Exchange, Line, ended
 from async_rl.parts.gateway.responses_answer import response_events, response_object
 from async_rl.parts.gateway.responses_request import read_responses_request
 from async_rl.parts.gateway.turn_request import ApiRequest, TurnRequest
@@ -102,8 +102,8 @@ IDEMPOTENCY_KEY = "Idempotency-Key"
 
 Request = TypeVar("Request", bound=ApiRequest)
 
-FindLine = Callable[[str], Line | None]
-"""The line of a key; None after its rollout has ended. Raises ApiError for a key that is none."""
+FindExchanges = Callable[[str], Exchanges | None]
+"""The exchanges of a key; None after its rollout has ended. Raises ApiError for a key that is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ CHAT = Dialect("/chat/completions", read_chat_request, completion, completion_ev
 RESPONSES = Dialect("/responses", read_responses_request, response_object, response_events)
 
 
-def make_app(find_line: FindLine, ignored: IgnoredFields, decode: Decode, model: str) -> web.Application:
+def make_app(find_exchanges: FindExchanges, ignored: IgnoredFields, decode: Decode, model: str) -> web.Application:
     """The application; `model` is the name that it lists."""
-    api = _Api(find_line, ignored, decode, model)
+    api = _Api(find_exchanges, ignored, decode, model)
     app = web.Application(middlewares=[api.report_errors], client_max_size=MAX_BODY_BYTES)
     for prefix in ("/v1", "/r/{key}/v1"):
         app.router.add_post(prefix + CHAT.route, partial(api.serve, CHAT))
@@ -133,8 +133,8 @@ def make_app(find_line: FindLine, ignored: IgnoredFields, decode: Decode, model:
 
 
 class _Api:
-    def __init__(self, find_line: FindLine, ignored: IgnoredFields, decode: Decode, model: str) -> None:
-        self._find_line = find_line
+    def __init__(self, find_exchanges: FindExchanges, ignored: IgnoredFields, decode: Decode, model: str) -> None:
+        self._find_exchanges = find_exchanges
         self._ignored = ignored
         self._decode = decode
         self._model = model
@@ -155,8 +155,8 @@ class _Api:
 
     async def serve(self, dialect: Dialect[Request], request: web.Request) -> web.StreamResponse:
         """A turn for a request of one of the APIs."""
-        line = self._line(request)
-        line.enter()
+        exchanges = self._exchanges(request)
+        exchanges.enter()
         try:
             body = await _read(request)
             asked = dialect.read(body)
@@ -164,33 +164,33 @@ class _Api:
             idempotency_key = request.headers.get(IDEMPOTENCY_KEY)
             is_retry = idempotency_key is not None or request.headers.get(RETRY_COUNT, "0") != "0"
             digest = _digest(body, dialect.route, idempotency_key or "")
-            async with _exchange(line, asked.turn, digest, is_retry) as exchange:
-                answer = await line.answer(exchange)
+            async with _exchange(exchanges, asked.turn, digest, is_retry) as exchange:
+                answer = await exchanges.answer(exchange)
                 response, parts = self._response(dialect, asked, answer)
-                await _send(request, response, parts, line, exchange)
+                await _send(request, response, parts, exchanges, exchange)
                 return response
         finally:
-            line.leave()
+            exchanges.leave()
 
     async def list_models(self, request: web.Request) -> web.Response:
-        self._line(request)
+        self._exchanges(request)
         return web.json_response({"object": "list", "data": [self._card(self._model)]})
 
     async def show_model(self, request: web.Request) -> web.Response:
         """Any name is the policy's: frameworks ask for the one that they were configured with."""
-        self._line(request)
+        self._exchanges(request)
         return web.json_response(self._card(request.match_info["model"]))
 
-    def _line(self, request: web.Request) -> Line:
+    def _exchanges(self, request: web.Request) -> Exchanges:
         """Before anything of the body is read: without a key nobody may take memory."""
         key = request.match_info.get("key")
         if key is None:
             scheme, _, key = request.headers.get("Authorization", "").partition(" ")
             key = key if scheme.lower() == "bearer" else ""
-        line = self._find_line(key)
-        if line is None:
+        exchanges = self._find_exchanges(key)
+        if exchanges is None:
             raise ended()
-        return line
+        return exchanges
 
     def _response(
         self, dialect: Dialect[Request], asked: Request, answer: Answer
@@ -208,18 +208,18 @@ class _Api:
 
 
 async def _send(
-    request: web.Request, response: web.StreamResponse, parts: Iterable[bytes], line: Line, exchange: Exchange
+    request: web.Request, response: web.StreamResponse, parts: Iterable[bytes], exchanges: Exchanges, exchange: Exchange
 ) -> None:
-    line.sending(exchange)
+    exchanges.sending(exchange)
     try:
         async with asyncio.timeout(SEND_TIMEOUT_S):
             await _write(request, response, parts)
     except (TimeoutError, ConnectionError):
-        line.lost(exchange)
+        exchanges.lost(exchange)
         if request.transport is not None:
             request.transport.abort()
     except BaseException:
-        line.lost(exchange)
+        exchanges.lost(exchange)
         raise
 
 
@@ -231,12 +231,12 @@ async def _write(request: web.Request, response: web.StreamResponse, parts: Iter
 
 
 @asynccontextmanager
-async def _exchange(line: Line, turn: TurnRequest, digest: bytes, is_retry: bool) -> AsyncIterator[Exchange]:
-    exchange = line.join(turn, digest, is_retry)
+async def _exchange(exchanges: Exchanges, turn: TurnRequest, digest: bytes, is_retry: bool) -> AsyncIterator[Exchange]:
+    exchange = exchanges.join(turn, digest, is_retry)
     try:
         yield exchange
     finally:
-        line.part(exchange)
+        exchanges.part(exchange)
 
 
 async def _read(request: web.Request) -> bytes:

@@ -44,14 +44,14 @@ class Usage:
     num_files: int = 0
 
 
-def usage_of(pid: int, scratch: str, most_files: int, *, in_memory: bool) -> Usage:
+def usage_of(pid: int, scratch: str, max_files: int, *, in_memory: bool) -> Usage:
     """What a process and its descendants use now; nothing of what has ended.
 
     A pipe or a socket counts with what it may hold: what it does hold cannot be seen.
 
     Args:
         scratch: where their files are: `in_memory` a file system, as they see it, else a directory of ours.
-        most_files: the number beyond which the files of a directory are not counted on.
+        max_files: the number beyond which the files of a directory are not counted on.
     """
     children = _processes()
     memory = 0
@@ -60,7 +60,7 @@ def usage_of(pid: int, scratch: str, most_files: int, *, in_memory: bool) -> Usa
     if in_memory:
         file_bytes, num_files = _files(waiting[0], scratch) if waiting else (0, 0)
     else:
-        file_bytes, num_files = _tree(scratch, most_files)
+        file_bytes, num_files = _tree(scratch, max_files)
     while waiting:
         descendant = waiting.pop()
         waiting += children.get(descendant, [])
@@ -136,15 +136,15 @@ def _files(pid: int, directory: str) -> tuple[int, int]:
     return (found.f_blocks - found.f_bfree) * found.f_frsize, found.f_files - found.f_ffree
 
 
-def _tree(path: str, most_files: int) -> tuple[int, int]:
+def _tree(path: str, max_files: int) -> tuple[int, int]:
     """Of a directory that a program may change meanwhile, or make so that we may not read it: then it has too many."""
     file_bytes = num_files = 0
     waiting = [path]
-    while waiting and num_files <= most_files:
+    while waiting and num_files <= max_files:
         try:
             for entry in os.scandir(waiting.pop()):
                 num_files += 1
-                if num_files > most_files:
+                if num_files > max_files:
                     break
                 with suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
@@ -154,5 +154,5 @@ def _tree(path: str, most_files: int) -> tuple[int, int]:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError:
-            return file_bytes, most_files + 1
+            return file_bytes, max_files + 1
     return file_bytes, num_files

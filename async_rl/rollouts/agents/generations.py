@@ -8,8 +8,8 @@ from typing import Any
 
 from async_rl.method.types import Response
 from async_rl.rollouts.agents.messages import Tool
-from async_rl.rollouts.agents.recorder import Request
 from async_rl.rollouts.agents.turn import Limit, Turn
+from async_rl.rollouts.agents.turn_tree import TurnContext
 
 
 @dataclass(eq=False)
@@ -17,7 +17,7 @@ class Generation:
     """A turn that is being sampled, the `number`th one of its rollout; several identical requests may wait for it."""
 
     number: int
-    request: Request
+    request: TurnContext
     digest: str
     occurrence: int
     """How many turns after the same tokens, those of `digest`, have a seed before this one's."""

@@ -1,4 +1,4 @@
-"""Chat messages in one form, and what makes two of them the same message; for `recorder` and the renderers.
+"""Chat messages in one form, and what makes two of them the same message; for `turn_tree` and the renderers.
 
 Clients send a history back in their own ways: with nulls or without, with other spacing in a call's arguments, without
 the reasoning. None of that changes what the policy has said, so none of it may break the recorded run of tokens.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from async_rl.method.token_arrays import TokenIds
 from async_rl.rollouts.agents.messages import Message, Tool
 from async_rl.rollouts.agents.turn import Turn
-from async_rl.rollouts.rewards.base import LARGEST_REWARD, as_float, is_reward
+from async_rl.rollouts.rewards.base import MAX_REWARD, as_float, is_reward
 
 if TYPE_CHECKING:
     from async_rl.rollouts.agents.session import RolloutSession
@@ -131,7 +131,7 @@ def _number(value: Any, what: str) -> float:
     number = as_float(value)
     if not is_reward(number):
         raise ValueError(
-            f"it returned {value!r:.200} as {what}: expected None or a finite number of at most {LARGEST_REWARD:g}, or "
+            f"it returned {value!r:.200} as {what}: expected None or a finite number of at most {MAX_REWARD:g}, or "
             "an object with reward and turn_rewards"
         )
     return number

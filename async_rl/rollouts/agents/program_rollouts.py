@@ -25,7 +25,7 @@ from async_rl.rollouts.agents.program import Program, ProgramFailed, ProgramInte
 from async_rl.rollouts.agents.rendering import make_renderer
 from async_rl.rollouts.agents.rollout_figures import RolloutFigures
 from async_rl.rollouts.agents.session import NothingSampled, RolloutSession, Sessions
-from async_rl.rollouts.agents.turn_limits import most_letters_of
+from async_rl.rollouts.agents.turn_limits import max_letters_of
 from async_rl.rollouts.agents.worker_programs import WorkerProgram
 from async_rl.rollouts.data.evaluation_prompts import HELD_OUT, prompts_of_set
 from async_rl.rollouts.data.prompts import Tokenizer, conversation_of
@@ -131,7 +131,7 @@ def make_program_rollouts(
     *,
     skip_special_tokens: bool,
     program: Program,
-) -> "ProgramRollouts":
+) -> "ProgramGroupMaker":
     """The rollouts that `program` runs.
 
     Raises:
@@ -139,10 +139,8 @@ def make_program_rollouts(
     """
     ends = pool.model_tokens.end_token_ids if pool.model_tokens is not None else ()
     renderer = make_renderer(rollout.renderer, tokenizer, model_path, ends, prompts.template_arguments)
-    sessions = Sessions(
-        pool, tokenizer, renderer, rollout, skip_special_tokens, most_letters=most_letters_of(tokenizer)
-    )
-    return ProgramRollouts(program, sessions, reward, rollout, prompts, seed)
+    sessions = Sessions(pool, tokenizer, renderer, rollout, skip_special_tokens, max_letters=max_letters_of(tokenizer))
+    return ProgramGroupMaker(program, sessions, reward, rollout, prompts, seed)
 
 
 def pause_before(attempt: int) -> float:
@@ -150,7 +148,7 @@ def pause_before(attempt: int) -> float:
     return min(RETRY_PAUSE_S * 2.0 ** min(attempt - 1, 64), MAX_RETRY_PAUSE_S)
 
 
-class ProgramRollouts:
+class ProgramGroupMaker:
     """Implements `GroupMaker` with a program."""
 
     def __init__(
@@ -284,7 +282,7 @@ class ProgramRollouts:
         try:
             result = await self._program.run(shown, session)
             session.close()
-            return await self._sessions.turnstile.run(
+            return await self._sessions.text_executor.run(
                 lambda: session.finish(result.reward, result.turn_rewards), session.num_recorded
             )
         except InstanceRefused as error:

@@ -1,4 +1,4 @@
-"""From chat messages to token ids and back: the interface, and the tokenizer's chat template; for `recorder`.
+"""From chat messages to token ids and back: the interface, and the tokenizer's chat template; for `turn_tree`.
 
 Models that the `renderers` package knows are rendered by it (`known_rendering.py`): it renders the new messages of a
 turn alone. For any other model the chat template of its tokenizer renders the whole conversation, and a turn is

@@ -27,7 +27,6 @@ from async_rl.method.token_arrays import TokenIds
 from async_rl.method.types import Prompt, Response, WeightVersion, digest_of
 from async_rl.rollouts.agents.generations import Generation, Generations
 from async_rl.rollouts.agents.messages import InvalidRequest, Message, Tool
-from async_rl.rollouts.agents.recorder import Conversation, Recorder, Request, TurnNode
 from async_rl.rollouts.agents.rendering import Renderer
 from async_rl.rollouts.agents.turn import (
     Limit,
@@ -39,10 +38,11 @@ from async_rl.rollouts.agents.turn import (
     require_well_formed,
 )
 from async_rl.rollouts.agents.turn_limits import Limits, Used, least_tokens
+from async_rl.rollouts.agents.turn_tree import Conversation, TurnContext, TurnNode, TurnTree
 from async_rl.rollouts.data.prompts import Tokenizer
 from async_rl.rollouts.groups.sampling import ALL_TOKENS, Truncation, max_tokens_of, stops_of, turn_sampling, until_stop
+from async_rl.rollouts.groups.text_executor import LONG, TextExecutor
 from async_rl.rollouts.groups.trajectory import Trajectory, with_texts
-from async_rl.rollouts.groups.turnstile import LONG, Turnstile
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.pool.router import Cached
 
@@ -64,10 +64,10 @@ class Sessions:
     renderer: Renderer
     rollout: RolloutSection
     skip_special_tokens: bool = True
-    turnstile: Turnstile = field(default_factory=Turnstile)
+    text_executor: TextExecutor = field(default_factory=TextExecutor)
     truncation: Truncation = ALL_TOKENS
-    most_letters: int | None = None
-    """See `most_letters_of`; with None messages of any length are rendered."""
+    max_letters: int | None = None
+    """See `max_letters_of`; with None messages of any length are rendered."""
 
     def open(
         self,
@@ -109,13 +109,13 @@ class RolloutSession:
         self._seed = seed
         self._name = name
         self._expected_tokens = expected_tokens
-        self._recorder = Recorder(shared.renderer)
+        self._turn_tree = TurnTree(shared.renderer)
         self._delivered: WeakKeyDictionary[Turn, tuple[Generation, TurnNode]] = WeakKeyDictionary()
         self._arrived: list[TurnNode] = []
         """The delivered turns, in the order of delivery."""
         self._generations = Generations()
         self._one_by_one = asyncio.Lock()
-        """Held for its work at the turnstile, which others share: one piece at a time, in the order of asking."""
+        """Held for its work at the text_executor, which others share: one piece at a time, in the order of asking."""
         self._num_requests = itertools.count(1)
         self._num_turns = itertools.count(1)
         self._sampled: dict[tuple[Any, ...], Response] = {} if earlier is None else earlier._sampled
@@ -130,12 +130,12 @@ class RolloutSession:
     @property
     def num_turns(self) -> int:
         """Turns that were delivered."""
-        return len(self._recorder.turns)
+        return len(self._turn_tree.turns)
 
     @property
     def num_recorded(self) -> int:
         """Tokens of all delivered turns, and before them."""
-        return self._recorder.num_tokens
+        return self._turn_tree.num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -186,7 +186,7 @@ class RolloutSession:
         generation, node = self._delivered[turn]
         if not node.children:
             del self._delivered[turn]
-            self._recorder.remove(node)
+            self._turn_tree.remove(node)
             self._arrived.remove(node)
             self._generations.forget(generation)
 
@@ -211,11 +211,11 @@ class RolloutSession:
             NothingSampled: no turn was delivered.
         """
         self.close()
-        turns = self._recorder.turns
+        turns = self._turn_tree.turns
         if not turns:
             limit = f"; it reached its limit of {self.limit}" if self.limit else ""
             raise NothingSampled(f"the program ended before a turn was generated{limit}")
-        responses = with_texts(self._recorder.responses(self._prompt.token_ids), self._texts)
+        responses = with_texts(self._turn_tree.responses(self._prompt.token_ids), self._texts)
         last = replace(turns[-1].response, text=self._texts([turns[-1].response.token_ids])[0])
         return Trajectory(
             responses=responses,
@@ -235,27 +235,27 @@ class RolloutSession:
         max_tokens: int | None,
         stop: Sequence[str],
         num_known: int | None,
-    ) -> Request:
+    ) -> TurnContext:
         """What to sample after. Messages that cannot fit are refused before they are rendered."""
         shared = self._shared
         try:
-            async with shared.turnstile.entered():
+            async with shared.text_executor.entered():
                 self._require_room(num_known)
                 require_well_formed(messages, token_ids, max_tokens, stop)
                 if messages is None:
                     assert token_ids is not None, "one of both is given"
-                    return Request(TokenIds(token_ids))
+                    return TurnContext(TokenIds(token_ids))
                 conversation = Conversation.of(messages, tools)
-                self._allowance(least_tokens(conversation.messages, shared.most_letters), None, num_known)
+                self._allowance(least_tokens(conversation.messages, shared.max_letters), None, num_known)
                 if conversation.num_bytes < LONG:
-                    return self._recorder.request(conversation, tools)
-            return await shared.turnstile.in_thread(lambda: self._recorder.request(conversation, tools))
+                    return self._turn_tree.request(conversation, tools)
+            return await shared.text_executor.in_thread(lambda: self._turn_tree.request(conversation, tools))
         except RecursionError as error:
             raise InvalidRequest(f"messages or tools are nested too deeply: {error}") from error
 
     def _begin(
         self,
-        request: Request,
+        request: TurnContext,
         tools: Sequence[Tool] | None,
         max_tokens: int | None,
         stop: Sequence[str],
@@ -264,7 +264,7 @@ class RolloutSession:
     ) -> Generation:
         # Rendering may have taken its time.
         self._require_room(num_known)
-        request = replace(request, base=self._recorder.base_of(request.context, self._prompt.token_ids))
+        request = replace(request, base=self._turn_tree.base_of(request.context, self._prompt.token_ids))
         stop = tuple(dict.fromkeys((*stop, *stops_of(self._shared.rollout, self._prompt))))
         most, cut_by = self._allowance(len(request.context), max_tokens, num_known)
         digest = digest_of([array("q", request.context).tobytes()])
@@ -297,7 +297,7 @@ class RolloutSession:
         """What was sampled, and its message."""
         response = await self._sample(generation)
         async with self._one_by_one:
-            message = await self._shared.turnstile.run(
+            message = await self._shared.text_executor.run(
                 lambda: self._message(generation, response), len(response.token_ids)
             )
         return response, message
@@ -321,7 +321,7 @@ class RolloutSession:
             return self._sampled[asked]
         request_id = f"{self._name}-{next(self._num_requests)}"
         expected = min(self._expected_tokens, generation.max_tokens)
-        earlier = self._recorder.extended_by(context)
+        earlier = self._turn_tree.extended_by(context)
         cached = Cached(earlier.response.instance, earlier.end) if earlier is not None else None
         try:
             (response,), attempts = await shared.pool.generate_group(
@@ -351,7 +351,7 @@ class RolloutSession:
             prompt_token_ids=generation.request.context,
             weight_version=self._version,
         )
-        node = self._recorder.add(generation.request, response, message, generation.number)
+        node = self._turn_tree.add(generation.request, response, message, generation.number)
         self._arrived.append(node)
         self._delivered[turn] = generation, node
         return turn

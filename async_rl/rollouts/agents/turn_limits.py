@@ -59,7 +59,7 @@ class Limits:
         return int(room[limit]), limit
 
 
-def most_letters_of(tokenizer: Any) -> int | None:
+def max_letters_of(tokenizer: Any) -> int | None:
     """The most ASCII letters and digits that one of the tokenizer's tokens stands for.
 
     None where a token may stand for any number of them, as that of unknown words does.
@@ -71,7 +71,7 @@ def most_letters_of(tokenizer: Any) -> int | None:
     return max(_num_letters(token) for token in vocabulary)
 
 
-def least_tokens(messages: Sequence[Message], most_letters: int | None) -> int:
+def least_tokens(messages: Sequence[Message], max_letters: int | None) -> int:
     """How many tokens normalized messages have at least, by their length: milliseconds where rendering takes seconds.
 
     Only ASCII letters and digits count, since templates trim spaces; less one for every byte of other letters, since a
@@ -79,12 +79,12 @@ def least_tokens(messages: Sequence[Message], most_letters: int | None) -> int:
     old thinking out.
 
     Args:
-        most_letters: see `most_letters_of`.
+        max_letters: see `max_letters_of`.
     """
-    if most_letters is None:
+    if max_letters is None:
         return 0
     texts = (message["content"] for message in messages if message["role"] != "assistant")
-    return sum(math.ceil(max(0, _num_letters(text) - _num_other_bytes(text)) / most_letters) for text in texts)
+    return sum(math.ceil(max(0, _num_letters(text) - _num_other_bytes(text)) / max_letters) for text in texts)
 
 
 def _num_letters(text: str) -> int:

@@ -68,7 +68,7 @@ class Orders:
 
     def _note_left(self, member: Member) -> Member:
         self._kept.added.pop(member.url, None)
-        self._kept.left[member.name] = member.standing.registered_as
+        self._kept.left[member.name] = member.entry.registered_as
         self._write()
         return member
 

@@ -1,6 +1,6 @@
 """How a prompt becomes a scored group: `GroupMaker`, and the simplest one, whose rollouts are single turns.
 
-`ProgramRollouts` (`program_rollouts.py`) is the other one. Producer and evaluation use the run's, whichever it is.
+`ProgramGroupMaker` (`program_rollouts.py`) is the other one. Producer and evaluation use the run's, whichever it is.
 """
 
 import time
@@ -15,8 +15,8 @@ from async_rl.method.types import Group, Prompt, Response, Scores, WeightVersion
 from async_rl.rollouts.data.prompts import Tokenizer
 from async_rl.rollouts.groups.expected_length import ExpectedLength
 from async_rl.rollouts.groups.sampling import Truncation, decoder, single_turn_sampling, with_text
+from async_rl.rollouts.groups.text_executor import TextExecutor
 from async_rl.rollouts.groups.trajectory import Trajectory
-from async_rl.rollouts.groups.turnstile import Turnstile
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.rewards import Reward
 from async_rl.shared.protocol.inference import SamplingParams
@@ -84,7 +84,7 @@ class SingleTurns:
         self._seed = seed
         self._expected_length = ExpectedLength(rollout.max_response_tokens)
         self._decode = decoder(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._turnstile = Turnstile()
+        self._turnstile = TextExecutor()
 
     async def start(self) -> None:
         await self._reward.start()

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 10.0
 
-VOUCH_TIMEOUT_S = 3.0
+CONFIRM_TIMEOUT_S = 3.0
 """For reading version and boot id again after an interrupted response: a lost instance must not delay its group."""
 
 EVENTS = "text/event-stream"
@@ -98,7 +98,7 @@ class InstanceClient:
         self._http = InstanceHttp(connections, self.url)
         self._request_timeout_s = request_timeout_s
         self._stream_interval = stream_interval
-        self._heard_s = 0.0
+        self._last_received_s = 0.0
         """`time.monotonic()` of the last tokens of any request."""
 
     @property
@@ -145,22 +145,22 @@ class InstanceClient:
             InstanceError: the response is incomplete or malformed, or the request was aborted.
         """
         began_s = time.monotonic()
-        says_versions = self.dialect.has_generate
+        reports_versions = self.dialect.has_generate
         tokens = SampledTokens(model, sampling)
         answer = ResponseStream(
-            self.url, partials, version, says_versions, sampling.max_tokens, tokens, boot_id, on_progress
+            self.url, partials, version, reports_versions, sampling.max_tokens, tokens, boot_id, on_progress
         )
 
         def last_progress_s() -> float:
             # Before its first token, it may wait in the instance's queue, behind requests that progress.
-            return max(began_s, answer.heard_s or self._heard_s)
+            return max(began_s, answer.last_received_s or self._last_received_s)
 
         try:
             async with while_it_progresses(last_progress_s, self._request_timeout_s):
                 await self._ask(prompt_token_ids, sampling, request_id, answer)
         except TimeoutError as error:
             slow = f"instance {self.url} made no token of a request for {self._request_timeout_s:g} s"
-            if self._heard_s > time.monotonic() - self._request_timeout_s:
+            if self._last_received_s > time.monotonic() - self._request_timeout_s:
                 raise InstanceTooSlow(f"{slow}, after {answer.num_tokens} of it") from error
             raise InstanceStalled(f"{slow}, nor of any other one") from error
         except StaleWeights:
@@ -182,11 +182,11 @@ class InstanceClient:
                 logger.info("%s; using %s", error, routes.COMPLETIONS)
                 self._dialect = replace(self.dialect, has_generate=False)
         if not self.dialect.has_generate:
-            answer.says_versions = False
+            answer.reports_versions = False
             await self._require_holding(answer)
             await self._read(routes.COMPLETIONS, completion_request(prompt, params, request_id), answer)
             await self._require_holding(answer)
-            answer.vouch()
+            answer.confirm_version()
         answer.require_complete()
 
     async def _read(self, path: str, body: BaseModel, answer: ResponseStream) -> None:
@@ -217,7 +217,7 @@ class InstanceClient:
         num_before = answer.num_tokens
         answer.feed_frame(payload) if is_frame else answer.feed(payload)
         if answer.num_tokens > num_before:
-            self._heard_s = time.monotonic()
+            self._last_received_s = time.monotonic()
 
     async def _prove_rest(self, answer: ResponseStream) -> None:
         """Keeps an interrupted response's tokens if version and process prove their weights; removes them otherwise.
@@ -235,14 +235,14 @@ class InstanceClient:
         finally:
             # Also after a cancellation: a partial rollout must not keep tokens of unknown weights.
             if is_proven:
-                answer.vouch()
+                answer.confirm_version()
             else:
                 answer.take_back_unproven()
 
     async def _is_proven(self, answer: ResponseStream) -> bool:
         if answer.boot_id is not None:
             try:
-                held = await self.holding(VOUCH_TIMEOUT_S)
+                held = await self.holding(CONFIRM_TIMEOUT_S)
             except InstanceError as error:
                 logger.debug("%s", error)
             else:
@@ -255,8 +255,10 @@ class InstanceClient:
         answer, headers = await self._http.exchange("GET", routes.VERSION, None, within(timeout_s))
         version = self._http.parse(VERSION, answer, routes.VERSION)["version"]
         self._dialect = dialect_of(version, (await self._model(timeout_s)).get("owned_by"))
-        told = headers.get(routes.MAX_CONCURRENCY_HEADER, "")
-        self.max_concurrency = int(told) if told.isdecimal() and 0 < len(told) < 9 and int(told) else None
+        reported = headers.get(routes.MAX_CONCURRENCY_HEADER, "")
+        self.max_concurrency = (
+            int(reported) if reported.isdecimal() and 0 < len(reported) < 9 and int(reported) else None
+        )
         self.server = version
 
     async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> str | None:

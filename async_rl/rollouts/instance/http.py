@@ -119,13 +119,13 @@ class InstanceHttp:
         Raises:
             InstanceError: what they have cannot be a name: others would be shown it, and asked to compare it.
         """
-        told = headers.get(BOOT_ID_HEADER)
-        if told is not None and not re.fullmatch(BOOT_ID, told):
+        boot_id = headers.get(BOOT_ID_HEADER)
+        if boot_id is not None and not re.fullmatch(BOOT_ID, boot_id):
             raise InstanceError(
-                f"instance {self._url} sends {BOOT_ID_HEADER} {told!r:.100}: expected at most 64 letters, digits and "
-                "hyphens; something between may change its headers"
+                f"instance {self._url} sends {BOOT_ID_HEADER} {boot_id!r:.100}: expected at most 64 letters, digits "
+                "and hyphens; something between may change its headers"
             )
-        return told
+        return boot_id
 
     def parse(self, adapter: TypeAdapter[Body], answer: bytes, path: str) -> Body:
         """The body of a response.

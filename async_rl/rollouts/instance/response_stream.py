@@ -161,7 +161,7 @@ async def frame_payloads(content: ByteStream, max_bytes: int, url: str) -> Async
 class ResponseStream:
     """Fills the partial rollouts of one request; choice i of the response belongs to `partials[i]`.
 
-    `says_versions`: the response itself reports which weights generated each token; otherwise its reader finds out.
+    `reports_versions`: the response itself reports which weights generated each token; otherwise its reader finds out.
     `max_tokens`: of a whole response, including the tokens received before this request. `tokens`: what they must be.
     """
 
@@ -170,7 +170,7 @@ class ResponseStream:
         url: str,
         partials: Sequence[PartialRollout],
         version: WeightVersion,
-        says_versions: bool,
+        reports_versions: bool,
         max_tokens: int,
         tokens: SampledTokens,
         expected_boot_id: str | None = None,
@@ -179,7 +179,7 @@ class ResponseStream:
         self._url = url
         self.partials = partials
         self.version = version
-        self.says_versions = says_versions
+        self.reports_versions = reports_versions
         self._max_tokens = max_tokens
         self._tokens = tokens
         self._starts = [len(partial.token_ids) for partial in partials]
@@ -189,7 +189,7 @@ class ResponseStream:
         self._made_by: str | None = None
         self.num_tokens = 0
         """Tokens received."""
-        self.heard_s = 0.0
+        self.last_received_s = 0.0
         """`time.monotonic()` of the last of them; 0 before the first."""
 
     @property
@@ -244,7 +244,7 @@ class ResponseStream:
             token_ids: array[int] = array(TokenIds.typecode, choice.token_ids or ())
             logprobs: array[float] = array(Logprobs.typecode, _logprobs_of(choice))
             self._add(choice.index, token_ids, logprobs, choice.weight_versions, choice.finish_reason)
-        self._tell()
+        self._report_progress()
 
     def feed_frame(self, payload: bytes) -> None:
         """Takes one frame of `async_rl.shared.protocol.token_frames`.
@@ -270,7 +270,7 @@ class ResponseStream:
                 token_ids: array[int] = array(TokenIds.typecode, new[0].tobytes())
                 logprobs: array[float] = array(Logprobs.typecode, new[1].tobytes())
                 self._add(choice.index, token_ids, logprobs, choice.weight_versions, choice.finish_reason)
-        self._tell()
+        self._report_progress()
 
     def _goes_on(self, choice: token_frames.FramedChoice) -> bool:
         """Whether new tokens, fine each by itself, also follow what came before, all of it of the version."""
@@ -292,7 +292,7 @@ class ResponseStream:
         partial.token_ids.frombytes(token_ids)
         partial.logprobs.frombytes(logprobs)
         self.num_tokens += choice.num_tokens
-        self.heard_s = time.monotonic()
+        self.last_received_s = time.monotonic()
         self._prove(choice.index, choice.weight_versions or ())
         self._finish(choice.index, choice.finish_reason)
 
@@ -312,7 +312,7 @@ class ResponseStream:
             return InstanceStalled(f"the engine of instance {self._url} has died: {said}")
         return InstanceError(f"instance {self._url} broke its answer off: {said} ({info.type[:40]}, {info.code})")
 
-    def vouch(self) -> None:
+    def confirm_version(self) -> None:
         """Counts tokens without a version as sampled from the requested one: the reader has verified that elsewhere."""
         for i, partial in enumerate(self.partials):
             if len(partial.token_ids) > self._proven[i]:
@@ -363,7 +363,7 @@ class ResponseStream:
         partial.logprobs.extend(logprobs)
         self.num_tokens += len(token_ids)
         if token_ids:
-            self.heard_s = time.monotonic()
+            self.last_received_s = time.monotonic()
         if spans:
             self._prove(i, spans)
         self._finish(i, finish_reason)
@@ -376,7 +376,7 @@ class ResponseStream:
             raise InstanceError(f"{self._name(i)}: finish_reason is {reason!r}, expected 'stop' or 'length'")
         if len(partial.token_ids) == self._starts[i]:
             raise InstanceError(f"{self._name(i)}: it ended without a token")
-        if self.says_versions and self._proven[i] < len(partial.token_ids):
+        if self.reports_versions and self._proven[i] < len(partial.token_ids):
             self.take_back_unproven()
             raise InstanceError(
                 f"{self._name(i)}: it ended without weight_versions: the server must be one that reports them"
@@ -412,8 +412,8 @@ class ResponseStream:
         bounds = [0, *(bound for span in spans for bound in (span.start, span.end)), num_tokens]
         if bounds[::2] != bounds[1::2] or bounds != sorted(bounds):
             self.partials[i].cut(self._proven[i])
-            told = ", ".join(f"{span.start}-{span.end}" for span in spans)
-            raise InstanceError(f"{self._name(i)}: its weight_versions cover {told}, but {num_tokens} tokens came")
+            covered = ", ".join(f"{span.start}-{span.end}" for span in spans)
+            raise InstanceError(f"{self._name(i)}: its weight_versions cover {covered}, but {num_tokens} tokens came")
 
     def _prove(self, i: int, spans: Spans) -> None:
         """Notes the version of the tokens received in this response, by their indices in the whole partial rollout."""
@@ -425,7 +425,7 @@ class ResponseStream:
             partial.spans.append(WeightSpan(self.version, start, len(partial.token_ids)))
         self._proven[i] = len(partial.token_ids)
 
-    def _tell(self) -> None:
+    def _report_progress(self) -> None:
         """Reports the total received so far."""
         if self._on_progress is not None:
             self._on_progress(self.num_tokens, sum(partial.finish_reason is not None for partial in self.partials))

@@ -13,7 +13,7 @@ from typing import Any
 from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, PromptFailed, RequestInvalid
 from async_rl.method.types import Response, WeightVersion
 from async_rl.rollouts.instance.partial_rollout import PartialRollout
-from async_rl.rollouts.pool.member import Member, Request
+from async_rl.rollouts.pool.member import GroupRequest, Member
 from async_rl.rollouts.pool.roster import Roster
 from async_rl.rollouts.pool.router import Cached
 from async_rl.shared.protocol.inference import SamplingParams
@@ -124,9 +124,9 @@ class GroupRollout:
             cached=self._cached,
         )
         pieces = _fitting(partials, cost, member.client.max_concurrency)
-        await _all(self._finish_at(member, Request(piece, own_cost, num_moves)) for piece, own_cost in pieces)
+        await _all(self._finish_at(member, GroupRequest(piece, own_cost, num_moves)) for piece, own_cost in pieces)
 
-    async def _finish_at(self, member: Member, request: Request) -> None:
+    async def _finish_at(self, member: Member, request: GroupRequest) -> None:
         """Sends one request, and lets other instances finish its unfinished responses."""
         try:
             await self._ask(member, request)
@@ -151,7 +151,7 @@ class GroupRollout:
         num_moves = request.num_moves + request.is_moved
         await _all(self._finish(piece, last=member, num_moves=num_moves) for piece in _requests(rest))
 
-    async def _ask(self, member: Member, request: Request) -> None:
+    async def _ask(self, member: Member, request: GroupRequest) -> None:
         """Runs one request; it also ends with an error when the pool gives up the instance and cancels it."""
         self._num_requests += 1
         request_id = f"{self._request_id}-{self._num_requests}"
@@ -181,16 +181,16 @@ class GroupRollout:
             member.end(request)
         member.response_speed = request.speed(time.monotonic()) or member.response_speed
 
-    def _note_progress(self, member: Member, request: Request, num_tokens: int, num_ended: int) -> None:
-        member.heard_s = time.monotonic()
+    def _note_progress(self, member: Member, request: GroupRequest, num_tokens: int, num_ended: int) -> None:
+        member.last_received_s = time.monotonic()
         if (num_tokens, num_ended) == (request.num_tokens, request.num_ended):
             return
         member.circuit.succeeded(request.sent_s)
         if request.waits or num_ended != request.num_ended:
             self._roster.router.wake()
-        member.progress(request, num_tokens, num_ended, member.heard_s)
+        member.progress(request, num_tokens, num_ended, member.last_received_s)
 
-    def _note_failure(self, member: Member, request: Request, error: InstanceError) -> None:
+    def _note_failure(self, member: Member, request: GroupRequest, error: InstanceError) -> None:
         """Applies the consequences of a failed request to its instance and this group.
 
         Raises:

@@ -119,7 +119,7 @@ class HealthWatch:
             return error
         member.last_seen_s = self._well_s[member] = time.monotonic()
         self._roster.note_process(member, boot_id)
-        if not member.standing.is_in_service:
+        if not member.entry.is_in_service:
             try:
                 await self._welcome(member)
             except InstanceError as error:
@@ -146,7 +146,7 @@ class HealthWatch:
             return
         await self._roster.get_to_know(member, self._probe_timeout_s)
         held = await member.client.holding(self._probe_timeout_s)
-        if self._roster.version != version or member.standing.is_in_service:
+        if self._roster.version != version or member.entry.is_in_service:
             return
         self._roster.note_answer(member, held.version, held.boot_id)
         if self._late_joiners.may_admit(member):

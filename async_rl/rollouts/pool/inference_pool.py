@@ -74,10 +74,10 @@ class InferencePool(Roster):
         return [member for member in self.members if self._may_receive(member)]
 
     def _may_receive(self, member: Member) -> bool:
-        if (twin := self.twin_of(member)) is not None:
-            self.note_useless(member, f"it is the same process as {twin.url}: name one of the addresses")
+        if (duplicate := self.duplicate_of(member)) is not None:
+            self.note_useless(member, f"it is the same process as {duplicate.url}: name one of the addresses")
             return False
-        return self._membership.may_receive(member.standing)
+        return self._membership.may_receive(member.entry)
 
     async def end_publish(self, version: WeightVersion, urls: Collection[str]) -> None:
         """Puts exactly the instances at `urls` in service with `version`; the others keep or get a reason to be out.
@@ -85,7 +85,7 @@ class InferencePool(Roster):
         receivers = [member for member in self.members if member.url in urls]
         holders = dict(await asyncio.gather(*(self._ask_holding(member, version) for member in receivers)))
         present = self.members
-        transitions = self._membership.end_publish(version, [m.standing for m in present], holders)
+        transitions = self._membership.end_publish(version, [m.entry for m in present], holders)
         for member, transition in zip(present, transitions, strict=True):
             if transition.before not in ("ready", "joining") and transition.after == "ready":
                 logger.info("%s is back in service", member.url)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from async_rl.method.types import WeightVersion
 from async_rl.rollouts.instance.client import InstanceClient
 from async_rl.rollouts.instance.partial_rollout import PartialRollout
-from async_rl.rollouts.pool.membership import BootId, Standing, State
+from async_rl.rollouts.pool.membership import BootId, InstanceEntry, State
 from async_rl.shared.protocol.fleet import InstanceInfo
 
 
-class Request:
+class GroupRequest:
     """A group's request, or a part of it.
 
     `cost` is the router's count for it, `num_moves` how often its partial rollouts were moved to another instance.
@@ -61,10 +61,10 @@ class Request:
         self.cancel()
 
 
-UNTOLD_AT_FIRST = 32
+FIRST_CREDIT = 32
 """The initial credit of an instance that does not report its concurrency."""
 
-UNTOLD_AT_MOST = 256
+MAX_CREDIT = 256
 """vLLM's own default of --max-num-seqs."""
 
 QUEUE_S = 1.0
@@ -82,16 +82,16 @@ class Credit:
     """
 
     def __init__(self) -> None:
-        self._found = UNTOLD_AT_FIRST
+        self._found = FIRST_CREDIT
 
-    def responses(self, told: int | None) -> int:
+    def responses(self, reported: int | None) -> int:
         """Unfinished responses at which it gets no further group; the last group may exceed it."""
-        return told if told is not None else self._found
+        return reported if reported is not None else self._found
 
     def first_token(self, num_open: int, waited_s: float) -> None:
         """A request got its first token `waited_s` after it was sent, with `num_open` unfinished responses in total."""
         if num_open >= self._found and waited_s < QUEUE_S:
-            self._found = min(2 * self._found, UNTOLD_AT_MOST)
+            self._found = min(2 * self._found, MAX_CREDIT)
 
 
 FIRST_PAUSE_S = 0.5
@@ -172,11 +172,11 @@ class Circuit:
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One instance; changed on the producer's event loop only, its `standing` by the pool's `Membership` only."""
+    """One instance; changed on the producer's event loop only, its `entry` by the pool's `Membership` only."""
 
     name: str
     client: InstanceClient
-    standing: Standing
+    entry: InstanceEntry
     last_seen_s: float = 0.0
     """`time.monotonic()` of its last response; heartbeats do not count, since an instance that hangs may send them."""
     circuit: Circuit = field(default_factory=Circuit)
@@ -192,16 +192,16 @@ class Member:
     """Tokens per second while it had work; None before it was measured."""
     response_speed: float | None = None
     """Tokens per second of one response, in the last request that it finished."""
-    heard_s: float = 0.0
+    last_received_s: float = 0.0
     """`time.monotonic()` of the last tokens of any request."""
     slowest_start_s: float | None = None
     """The longest time to the first token of a request that it started."""
     credit: Credit = field(default_factory=Credit)
     num_failures: int = 0
     """Requests that it failed or did not finish."""
-    requests: set[Request] = field(default_factory=set)
+    requests: set[GroupRequest] = field(default_factory=set)
     """Running requests; `begin`, `progress` and `end` update the figures that each assignment reads."""
-    waiting: set[Request] = field(default_factory=set)
+    waiting: set[GroupRequest] = field(default_factory=set)
     """Those of them without a token, which may be in the instance's own queue."""
     suspicion: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a connection to it was lost: its health is checked at once."""
@@ -210,31 +210,31 @@ class Member:
 
     @property
     def url(self) -> str:
-        return self.standing.url
+        return self.entry.url
 
     @property
     def state(self) -> State:
-        return self.standing.state
+        return self.entry.state
 
     @property
     def reason(self) -> str | None:
-        return self.standing.reason
+        return self.entry.reason
 
     @property
     def version(self) -> WeightVersion | None:
-        return self.standing.version
+        return self.entry.version
 
     @property
     def boot_id(self) -> BootId:
-        return self.standing.boot_id
+        return self.entry.boot_id
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: GroupRequest) -> None:
         """A request is sent to it."""
         self.requests.add(request)
         self.waiting.add(request)
         self.num_open += request.num_open
 
-    def progress(self, request: Request, num_tokens: int, num_ended: int, now_s: float) -> None:
+    def progress(self, request: GroupRequest, num_tokens: int, num_ended: int, now_s: float) -> None:
         """A request has received `num_tokens` tokens and `num_ended` finished responses in total."""
         self.num_tokens += num_tokens - request.num_tokens
         if num_tokens and request.waits:
@@ -246,7 +246,7 @@ class Member:
         self.num_open -= num_ended - request.num_ended
         request.num_tokens, request.num_ended = num_tokens, num_ended
 
-    def end(self, request: Request) -> None:
+    def end(self, request: GroupRequest) -> None:
         """A request has finished, or was given up."""
         self.requests.discard(request)
         self.waiting.discard(request)

@@ -6,7 +6,7 @@ version, separate from the instance's own entry: removing an instance and adding
 anything.
 
 `roster.py` reports the facts and acts on the transitions (cancels requests, wakes the router, logs); no other code
-changes a standing. docs/elastic_pool.md shows `TRANSITIONS`, and a test compares the two.
+changes an entry. docs/elastic_pool.md shows `TRANSITIONS`, and a test compares the two.
 """
 
 from collections import Counter
@@ -81,7 +81,7 @@ class Transition:
         return self.event in (Event.LOST, Event.RESTARTED, Event.REMOVED)
 
 
-class Standing:
+class InstanceEntry:
     """One instance's entry. All may read it; only `Membership` changes it.
 
     `version` is the one it was last put in service with, `boot_id` the process that last responded, `reason` why it is
@@ -131,7 +131,7 @@ class Standing:
 
 
 class Membership:
-    """The version in training, the evidence for it, and the consequences of each fact for a standing."""
+    """The version in training, the evidence for it, and the consequences of each fact for an entry."""
 
     def __init__(self) -> None:
         self.version: WeightVersion | None = None
@@ -139,7 +139,7 @@ class Membership:
         self._proofs: set[tuple[str, str]] = set()
         self._bars: set[tuple[str, BootId]] = set()
         self._num_returns: Counter[tuple[str, BootId]] = Counter()
-        self._failed_now: set[Standing] = set()
+        self._failed_now: set[InstanceEntry] = set()
         """Instances that failed the current publish, in any of its attempts."""
 
     # A publish
@@ -151,106 +151,106 @@ class Membership:
         self._bars.clear()
         self._num_returns.clear()
 
-    def may_receive(self, standing: Standing) -> bool:
+    def may_receive(self, entry: InstanceEntry) -> bool:
         """Whether a publish includes it at all."""
-        return standing.state not in ("draining", "gone") and standing.failed_publishes < MAX_FAILED_PUBLISHES
+        return entry.state not in ("draining", "gone") and entry.failed_publishes < MAX_FAILED_PUBLISHES
 
-    def publish_failed(self, standing: Standing, reason: str) -> Transition:
+    def publish_failed(self, entry: InstanceEntry, reason: str) -> Transition:
         """It failed a step or a check of the current publish, which may attempt it again."""
-        self._failed_now.add(standing)
-        return self.failed(standing, reason)
+        self._failed_now.add(entry)
+        return self.failed(entry, reason)
 
     def end_publish(
-        self, version: WeightVersion, standings: Iterable[Standing], holders: Mapping[str, BootId]
+        self, version: WeightVersion, entries: Iterable[InstanceEntry], holders: Mapping[str, BootId]
     ) -> list[Transition]:
-        """Puts exactly `holders`, boot ids by URL, in service with `version`; one transition for each standing."""
+        """Puts exactly `holders`, boot ids by URL, in service with `version`; one transition for each entry."""
         self.version = version
         transitions = []
         failed, self._failed_now = self._failed_now, set()
-        for standing in standings:
-            standing._failed_publishes += standing in failed
-            if standing.url in holders:
-                transitions.append(self._receive(standing, version, holders[standing.url]))
+        for entry in entries:
+            entry._failed_publishes += entry in failed
+            if entry.url in holders:
+                transitions.append(self._receive(entry, version, holders[entry.url]))
             else:
-                was_ready = standing.state == "ready"
-                reason = f"it did not receive weight version {version!r}" if was_ready else standing.reason
-                transitions.append(_apply(standing, Event.MISSED, reason))
+                was_ready = entry.state == "ready"
+                reason = f"it did not receive weight version {version!r}" if was_ready else entry.reason
+                transitions.append(_apply(entry, Event.MISSED, reason))
         return transitions
 
     # Between two publishes
 
-    def answered(self, standing: Standing, version: WeightVersion, boot_id: BootId) -> Transition:
+    def answered(self, entry: InstanceEntry, version: WeightVersion, boot_id: BootId) -> Transition:
         """It reports the weights it holds and its process."""
-        if (restart := self.seen(standing, boot_id)) is not None:
+        if (restart := self.seen(entry, boot_id)) is not None:
             return restart
-        if version == self.version and self._may_return(standing.url, boot_id):
-            if standing.state in ("stale", "dead"):
-                self._num_returns[standing.url, boot_id] += 1
-            return self._serve(standing, Event.RETURNED, version)
-        return _apply(standing, Event.ANSWERED, self._why_not(standing, version, boot_id))
+        if version == self.version and self._may_return(entry.url, boot_id):
+            if entry.state in ("stale", "dead"):
+                self._num_returns[entry.url, boot_id] += 1
+            return self._serve(entry, Event.RETURNED, version)
+        return _apply(entry, Event.ANSWERED, self._why_not(entry, version, boot_id))
 
-    def seen(self, standing: Standing, boot_id: BootId) -> Transition | None:
+    def seen(self, entry: InstanceEntry, boot_id: BootId) -> Transition | None:
         """It responded as this process; returns a transition if it is another one than before: its weights and running
         requests are lost."""
-        if boot_id is None or boot_id == standing.boot_id:
+        if boot_id is None or boot_id == entry.boot_id:
             return None
-        is_new = standing.boot_id is None and standing.version is None
-        standing._boot_id = boot_id
+        is_new = entry.boot_id is None and entry.version is None
+        entry._boot_id = boot_id
         if is_new:
             return None
-        standing._version, standing._failed_publishes = None, 0
-        self._failed_now.discard(standing)
-        return _apply(standing, Event.RESTARTED, "it was started anew, without weights of this run")
+        entry._version, entry._failed_publishes = None, 0
+        self._failed_now.discard(entry)
+        return _apply(entry, Event.RESTARTED, "it was started anew, without weights of this run")
 
-    def registered(self, standing: Standing, boot_id: str) -> None:
+    def registered(self, entry: InstanceEntry, boot_id: str) -> None:
         """It sent a heartbeat; it may have been known by its address only."""
-        standing._registered_as = boot_id
+        entry._registered_as = boot_id
 
-    def may_be_admitted(self, standing: Standing) -> bool:
+    def may_be_admitted(self, entry: InstanceEntry) -> bool:
         """Whether it may receive the version in training between two publishes."""
-        return self.version is not None and not standing.is_in_service and not self.is_barred(standing)
+        return self.version is not None and not entry.is_in_service and not self.is_barred(entry)
 
-    def admitted(self, standing: Standing, version: WeightVersion, boot_id: BootId) -> Transition | None:
+    def admitted(self, entry: InstanceEntry, version: WeightVersion, boot_id: BootId) -> Transition | None:
         """It received `version`, with the checks of a publish; None if that version is not in training any more."""
-        if version != self.version or standing.is_in_service:
+        if version != self.version or entry.is_in_service:
             return None
-        return self._receive(standing, version, boot_id)
+        return self._receive(entry, version, boot_id)
 
-    def useless(self, standing: Standing, reason: str) -> Transition:
+    def useless(self, entry: InstanceEntry, reason: str) -> Transition:
         """It responds, but cannot serve this run."""
-        return _apply(standing, Event.ANSWERED, standing.reason if standing.is_in_service else reason)
+        return _apply(entry, Event.ANSWERED, entry.reason if entry.is_in_service else reason)
 
-    def is_barred(self, standing: Standing) -> bool:
+    def is_barred(self, entry: InstanceEntry) -> bool:
         """Whether it is out until the next publish whatever it reports; if its boot id is unknown, with any boot id."""
-        return bool({(standing.url, standing.boot_id), (standing.url, None)} & self._bars)
+        return bool({(entry.url, entry.boot_id), (entry.url, None)} & self._bars)
 
     # Faults and commands
 
-    def failed(self, standing: Standing, reason: str) -> Transition:
+    def failed(self, entry: InstanceEntry, reason: str) -> Transition:
         """Its response shows that it must not serve this version: it is barred until the next publish."""
-        self._bars.add((standing.url, standing.boot_id))
-        if standing.boot_id is not None:
-            self._proofs.discard((standing.url, standing.boot_id))
-        return _apply(standing, Event.FAILED, reason)
+        self._bars.add((entry.url, entry.boot_id))
+        if entry.boot_id is not None:
+            self._proofs.discard((entry.url, entry.boot_id))
+        return _apply(entry, Event.FAILED, reason)
 
-    def unwell(self, standing: Standing, reason: str) -> Transition:
+    def unwell(self, entry: InstanceEntry, reason: str) -> Transition:
         """Its health check has failed for too long."""
-        return _apply(standing, Event.UNWELL, reason)
+        return _apply(entry, Event.UNWELL, reason)
 
-    def lost(self, standing: Standing, reason: str) -> Transition:
+    def lost(self, entry: InstanceEntry, reason: str) -> Transition:
         """It does not respond, or generates no tokens."""
-        return _apply(standing, Event.LOST, reason)
+        return _apply(entry, Event.LOST, reason)
 
-    def drained(self, standing: Standing) -> Transition:
-        return _apply(standing, Event.DRAINED, "it finishes what it has")
+    def drained(self, entry: InstanceEntry) -> Transition:
+        return _apply(entry, Event.DRAINED, "it finishes what it has")
 
-    def removed(self, standing: Standing, reason: str) -> Transition:
-        return _apply(standing, Event.REMOVED, reason)
+    def removed(self, entry: InstanceEntry, reason: str) -> Transition:
+        return _apply(entry, Event.REMOVED, reason)
 
-    def can_return(self, standings: Iterable[Standing]) -> bool:
+    def can_return(self, entries: Iterable[InstanceEntry]) -> bool:
         """Whether any process may return before the next publish, as far as known without one: at one of these
         instances, or at one that was removed and may be added again."""
-        present = {standing.url: standing for standing in standings}
+        present = {entry.url: entry for entry in entries}
         return any(
             self._may_return(url, boot_id) and (url not in present or _may_be(present[url], boot_id))
             for url, boot_id in self._proofs
@@ -262,41 +262,41 @@ class Membership:
             return False
         return not {(url, boot_id), (url, None)} & self._bars and self._num_returns[url, boot_id] < MAX_RETURNS
 
-    def _receive(self, standing: Standing, version: WeightVersion, boot_id: BootId) -> Transition:
-        standing._boot_id, standing._failed_publishes = boot_id, 0
-        self._bars -= {(standing.url, boot_id), (standing.url, None)}
+    def _receive(self, entry: InstanceEntry, version: WeightVersion, boot_id: BootId) -> Transition:
+        entry._boot_id, entry._failed_publishes = boot_id, 0
+        self._bars -= {(entry.url, boot_id), (entry.url, None)}
         if boot_id is not None:
-            self._proofs.add((standing.url, boot_id))
-        return self._serve(standing, Event.RECEIVED, version)
+            self._proofs.add((entry.url, boot_id))
+        return self._serve(entry, Event.RECEIVED, version)
 
-    def _serve(self, standing: Standing, event: Event, version: WeightVersion) -> Transition:
-        transition = _apply(standing, event, standing.reason)
+    def _serve(self, entry: InstanceEntry, event: Event, version: WeightVersion) -> Transition:
+        transition = _apply(entry, event, entry.reason)
         if transition.after == "ready":
-            standing._reason, standing._version = None, version
+            entry._reason, entry._version = None, version
         return transition
 
-    def _why_not(self, standing: Standing, version: WeightVersion, boot_id: BootId) -> str | None:
-        if standing.is_in_service or self.version is None or self.is_barred(standing):
-            return standing.reason
+    def _why_not(self, entry: InstanceEntry, version: WeightVersion, boot_id: BootId) -> str | None:
+        if entry.is_in_service or self.version is None or self.is_barred(entry):
+            return entry.reason
         if version != self.version:
             return f"it holds weight version {version!r}: it needs the next publish"
         if boot_id is None:
             return "it does not tell which process it is, which may have been started anew: it needs the next publish"
-        if (standing.url, boot_id) in self._proofs:
+        if (entry.url, boot_id) in self._proofs:
             return f"it came back {MAX_RETURNS} times already since the last publish: it needs the next one"
         return f"it says that it holds weight version {version!r}, which nobody checked: it needs the next publish"
 
 
-def _may_be(standing: Standing, boot_id: BootId) -> bool:
+def _may_be(entry: InstanceEntry, boot_id: BootId) -> bool:
     """Whether that process may be behind an instance that is out of service."""
-    return not standing.is_in_service and standing.boot_id in (None, boot_id)
+    return not entry.is_in_service and entry.boot_id in (None, boot_id)
 
 
-def _apply(standing: Standing, event: Event, reason: str | None) -> Transition:
-    """Changes a standing's state; a draining one keeps its reason, a removed one keeps everything."""
-    before = standing.state
+def _apply(entry: InstanceEntry, event: Event, reason: str | None) -> Transition:
+    """Changes an entry's state; a draining one keeps its reason, a removed one keeps everything."""
+    before = entry.state
     after = TRANSITIONS[before, event]
-    standing._state = after
+    entry._state = after
     if before not in ("draining", "gone") or event is Event.REMOVED:
-        standing._reason = reason
+        entry._reason = reason
     return Transition(event, before, after)

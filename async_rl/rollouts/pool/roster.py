@@ -30,7 +30,7 @@ from async_rl.rollouts.instance.client import STARTED, InstanceClient
 from async_rl.rollouts.instance.connections import Connections
 from async_rl.rollouts.instance.model_tokens import ModelTokens
 from async_rl.rollouts.pool.member import Member
-from async_rl.rollouts.pool.membership import Event, Membership, Standing, Transition
+from async_rl.rollouts.pool.membership import Event, InstanceEntry, Membership, Transition
 from async_rl.rollouts.pool.router import Router
 from async_rl.shared.protocol.body import BaseUrl
 from async_rl.shared.protocol.fleet import InstanceInfo
@@ -50,7 +50,7 @@ _BASE_URL = TypeAdapter(BaseUrl)
 ALIVE_S = 3.0
 """An instance that responded this recently has not been replaced by another one."""
 
-MOST_DESCRIBED = 20
+MAX_DESCRIBED = 20
 
 HOLDING_TIMEOUT_S = 5.0
 """For an instance to report, at the end of a publish, the version it holds and its process."""
@@ -82,7 +82,7 @@ class Roster:
     @property
     def can_return(self) -> bool:
         """Whether any instance may return before the next publish."""
-        return self._membership.can_return(member.standing for member in self.members)
+        return self._membership.can_return(member.entry for member in self.members)
 
     def infos(self) -> list[InstanceInfo]:
         return [member.info() for member in self.members]
@@ -99,7 +99,7 @@ class Roster:
         known = ", ".join(member.name for member in self.members) or "none"
         raise UnknownInstance(f"the fleet has no instance {name!r}: it has {known}")
 
-    def twin_of(self, member: Member) -> Member | None:
+    def duplicate_of(self, member: Member) -> Member | None:
         """An instance before it that is the same process, at another address. Start times tell nothing: several
         processes may have been started at the same moment."""
         if member.boot_id is None or member.boot_id.startswith(STARTED):
@@ -110,7 +110,7 @@ class Roster:
     def describe(self, what: str) -> str:
         """`what`, and why each instance is out of service; of a large pool the first ones."""
         reasons = [
-            f"\n  {member.url}: {member.reason or member.circuit.reason}" for member in self.members[:MOST_DESCRIBED]
+            f"\n  {member.url}: {member.reason or member.circuit.reason}" for member in self.members[:MAX_DESCRIBED]
         ]
         if (num_more := len(self.members) - len(reasons)) > 0:
             reasons.append(f"\n  and {num_more} more")
@@ -138,7 +138,7 @@ class Roster:
                     f"the pool has an instance called {name!r} already, at {other.url}: choose another name"
                 )
         client = InstanceClient(self._connections, url, self._config.request_timeout_s, self._config.stream_interval)
-        member = Member(name, client, Standing(url, boot_id))
+        member = Member(name, client, InstanceEntry(url, boot_id))
         self._left.pop(name, None)
         self.members = (*self.members, member)
         return member
@@ -162,13 +162,13 @@ class Roster:
         if known is None:
             logger.info("%s joins the fleet, at %s", name, url)
             return self.add(url, name, boot_id)
-        if known.standing.registered_as not in (None, boot_id):
+        if known.entry.registered_as not in (None, boot_id):
             # A new process: its weights and running requests are lost.
             self._replace(known, f"it was started anew, at {url}")
             return self.add(url, name, boot_id)
         # It may have been known by its address only.
         known.name = name
-        self._membership.registered(known.standing, boot_id)
+        self._membership.registered(known.entry, boot_id)
         return known
 
     def _require_free(self, name: str, url: str) -> None:
@@ -188,8 +188,8 @@ class Roster:
 
     def _replace(self, member: Member, reason: str) -> None:
         """Drops an instance whose place another process takes; if it was only cut off, it ends when it returns."""
-        if member.standing.registered_as is not None:
-            self._replaced.add(member.standing.registered_as)
+        if member.entry.registered_as is not None:
+            self._replaced.add(member.entry.registered_as)
         self._drop(member, reason)
 
     def drain(self, name: str) -> Member:
@@ -199,7 +199,7 @@ class Roster:
             UnknownInstance: there is none of that name or URL.
         """
         member = self.find(name)
-        self._act(member, self._membership.drained(member.standing))
+        self._act(member, self._membership.drained(member.entry))
         return member
 
     def is_drained(self, member: Member) -> bool:
@@ -213,7 +213,7 @@ class Roster:
             UnknownInstance: there is none of that name or URL.
         """
         member = self.find(name)
-        self._left[member.name] = member.standing.registered_as
+        self._left[member.name] = member.entry.registered_as
         self._drop(member, "it was removed from the pool")
         return member
 
@@ -226,7 +226,7 @@ class Roster:
 
     def _drop(self, member: Member, reason: str) -> None:
         self.members = tuple(other for other in self.members if other is not member)
-        self._act(member, self._membership.removed(member.standing, reason))
+        self._act(member, self._membership.removed(member.entry, reason))
 
     def _act(self, member: Member, transition: Transition) -> None:
         """Applies the consequences of a transition."""
@@ -244,39 +244,39 @@ class Roster:
 
     def note_answer(self, member: Member, version: WeightVersion, boot_id: str | None) -> None:
         """It reports the weights it holds and its process; it may return to service by that."""
-        transition = self._membership.answered(member.standing, version, boot_id)
+        transition = self._membership.answered(member.entry, version, boot_id)
         if transition.after == "ready" and transition.before != "ready":
             logger.info("%s is back in service: it holds weight version %s", member.url, version)
         self._act(member, transition)
 
     def note_process(self, member: Member, boot_id: str | None) -> None:
         """It responded as this process, which may be another one than before."""
-        if (transition := self._membership.seen(member.standing, boot_id)) is not None:
+        if (transition := self._membership.seen(member.entry, boot_id)) is not None:
             self._act(member, transition)
 
     def note_unwell(self, member: Member, reason: str) -> None:
         """Its health check has failed for too long, but it responds."""
-        self._act(member, self._membership.unwell(member.standing, reason))
+        self._act(member, self._membership.unwell(member.entry, reason))
 
     def note_lost(self, member: Member, reason: str) -> None:
         """It does not respond: other instances continue its requests, until it responds again."""
-        self._act(member, self._membership.lost(member.standing, reason))
+        self._act(member, self._membership.lost(member.entry, reason))
 
     def note_useless(self, member: Member, reason: str) -> None:
         """It responds, but cannot serve this run in its present state."""
-        self._act(member, self._membership.useless(member.standing, reason))
+        self._act(member, self._membership.useless(member.entry, reason))
 
     def note_failure(self, member: Member, reason: str) -> None:
         """It must not serve the version in training: it is out until the next publish."""
-        self._act(member, self._membership.failed(member.standing, reason))
+        self._act(member, self._membership.failed(member.entry, reason))
 
     def may_be_admitted(self, member: Member) -> bool:
         """Whether it may be put in service between two publishes, once it holds the weights in training."""
-        return self._membership.may_be_admitted(member.standing) and self.twin_of(member) is None
+        return self._membership.may_be_admitted(member.entry) and self.duplicate_of(member) is None
 
     def note_admitted(self, member: Member, version: WeightVersion, boot_id: str | None) -> None:
         """This process received the weights in training; it serves, unless a publish has begun meanwhile."""
-        transition = self._membership.admitted(member.standing, version, boot_id)
+        transition = self._membership.admitted(member.entry, version, boot_id)
         if transition is not None:
             logger.info("%s joins in the middle of a period with weight version %s", member.url, version)
             member.last_seen_s = time.monotonic()
@@ -284,7 +284,7 @@ class Roster:
 
     def publish_failed(self, member: Member, reason: str) -> None:
         """It failed a step or a check of the current publish; it may have been given up in it before."""
-        transition = self._membership.publish_failed(member.standing, reason)
+        transition = self._membership.publish_failed(member.entry, reason)
         if transition.before != "ready":
             logger.warning("%s does not get into service: %s", member.url, reason)
         self._act(member, transition)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from async_rl.method.types import WeightVersion
-from async_rl.rollouts.pool.member import MAX_QUEUED, QUEUE_S, Member, Request
+from async_rl.rollouts.pool.member import MAX_QUEUED, QUEUE_S, GroupRequest, Member
 
 MAX_PASSED_OVER = 16
 """Maximum of waiting requests skipped because each instance with room has failed them before."""
@@ -265,8 +265,8 @@ class Router:
         if member.num_open + self._promised.get(member, 0) >= member.credit.responses(member.client.max_concurrency):
             return False
         # If its newest tokens are older than a request, that does not show that the request is queued.
-        heard_s = member.heard_s
-        num_queued = sum(heard_s - request.sent_s > QUEUE_S for request in member.waiting)
+        last_received_s = member.last_received_s
+        num_queued = sum(last_received_s - request.sent_s > QUEUE_S for request in member.waiting)
         return num_queued < MAX_QUEUED
 
     def _keep_promise(self, member: Member, num_responses: int) -> None:
@@ -295,7 +295,7 @@ STRAGGLING_S = 10.0
 """Time after which a request's speed, or silence, says something."""
 
 
-def next_moves(members: Sequence[Member], has_credit: Callable[[Member], bool], now_s: float) -> list[Request]:
+def next_moves(members: Sequence[Member], has_credit: Callable[[Member], bool], now_s: float) -> list[GroupRequest]:
     """Requests to cancel now, at most one for each instance that could take it instead; no other request waits."""
     ready = [member for member in members if member.state == "ready"]
     free = [m for m in ready if m.circuit.is_closed and has_credit(m) and not m.waiting]
@@ -324,7 +324,7 @@ def next_moves(members: Sequence[Member], has_credit: Callable[[Member], bool], 
     return moves
 
 
-def _queued(member: Member, now_s: float, silent_s: float) -> list[Request]:
+def _queued(member: Member, now_s: float, silent_s: float) -> list[GroupRequest]:
     """Requests that its engine has not started. Without streaming these cannot be distinguished from started ones.
 
     While it generates for others, the time to the first token does not explain a wait; nor a wait beyond `silent_s`.
@@ -335,11 +335,12 @@ def _queued(member: Member, now_s: float, silent_s: float) -> list[Request]:
     return [
         r
         for r in waiting
-        if now_s - r.sent_s > (QUEUE_S if member.client.has_streamed and member.heard_s > r.sent_s else silent_s)
+        if now_s - r.sent_s
+        > (QUEUE_S if member.client.has_streamed and member.last_received_s > r.sent_s else silent_s)
     ]
 
 
-def _is_known(request: Request, now_s: float) -> bool:
+def _is_known(request: GroupRequest, now_s: float) -> bool:
     """Whether a started response has run long enough to be compared with an idle instance, and may be moved."""
     began_s = request.first_token_s
     return (

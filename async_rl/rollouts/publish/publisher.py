@@ -159,7 +159,7 @@ class Publisher:
             has_lost: whether instances held the weights, and are not in service nevertheless.
         """
         passing = {m for m, e in self._dropped.items() if isinstance(e, InstanceUnreachable | WeightGroupBroken)}
-        self._refusing |= {(member, member.standing.boot_id) for member in self._dropped.keys() - passing}
+        self._refusing |= {(member, member.entry.boot_id) for member in self._dropped.keys() - passing}
         return (bool(passing) or has_lost or self._pool.is_open) and time.monotonic() < deadline
 
     def _reachable(self, deadline: float) -> list[Member]:
@@ -168,7 +168,7 @@ class Publisher:
         while True:
             self._dropped = {}
             members = self._loop.run(self._pool.begin_publish())
-            members = [member for member in members if (member, member.standing.boot_id) not in self._refusing]
+            members = [member for member in members if (member, member.entry.boot_id) not in self._refusing]
             silent = self._silent(members)
             self._dropped |= silent
             reachable = self._remaining(members)

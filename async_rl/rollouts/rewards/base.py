@@ -11,7 +11,7 @@ from async_rl.method.types import CorrectAt, Prompt, Response, RewardParts, Scor
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-LARGEST_REWARD = 1e30
+MAX_REWARD = 1e30
 """The sum of its squares over a group is far below float64's maximum (2e308), and it is far below float32's (3e38)."""
 
 USED_SHARE = 0.9
@@ -104,7 +104,7 @@ def as_scores(returned: object, num_responses: int) -> Scores:
         NotRewards: it is not one finite float, or one mapping with such a `score`, per response; or a metric has a
             name that is none.
     """
-    expected = f"expected {num_responses} finite floats of at most {LARGEST_REWARD:g}, one per response"
+    expected = f"expected {num_responses} finite floats of at most {MAX_REWARD:g}, one per response"
     # What a mapping iterates over are its keys, and a set has no order.
     if isinstance(returned, (str, bytes, Mapping, Set)) or not hasattr(returned, "__iter__"):
         raise NotRewards(f"it returned {returned!r:.200}, {expected}")
@@ -150,4 +150,4 @@ def as_float(value: Any) -> float:
 def is_reward(value: float) -> bool:
     """Whether it is finite and not absurdly large; a larger value is an error of the reward."""
     # NaN compares with nothing; an integer of any size compares, where `isfinite` would overflow.
-    return abs(value) <= LARGEST_REWARD
+    return abs(value) <= MAX_REWARD

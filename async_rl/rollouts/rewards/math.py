@@ -114,13 +114,13 @@ _AFTER = re.compile(
 NEAR = 40
 """Letters before a number that may make it a part of something."""
 
-LONGEST = 200
+MAX_CHARACTERS = 200
 """Letters of what may be a number; the value of a longer one is compared as that of any expression."""
 
 
 def is_number(text: str) -> bool:
     """Whether it is one number, perhaps the right side of an equation, with a unit or a currency; no computation."""
-    if len(text) > LONGEST:
+    if len(text) > MAX_CHARACTERS:
         return False
     said = _DECORATION.sub("", _WRAPPED.sub(r" \1", text.rpartition("=")[2]).strip())
     return any(NUMBER.fullmatch(form.strip().rstrip(".")) for form in (said, _UNIT.sub("", said)))

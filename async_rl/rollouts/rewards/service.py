@@ -22,7 +22,7 @@ from async_rl.shared.json_values import as_json
 
 FIRST_PAUSE_S = 0.25
 
-LONGEST_PAUSE_S = 10.0
+MAX_PAUSE_S = 10.0
 
 MAX_ANSWER_BYTES = 16 * 2**20
 
@@ -118,7 +118,7 @@ class Service:
                         f"{self._timeout_s:g} s: start or repair it, or raise the limit"
                     ) from reason.__cause__
             await asyncio.sleep(wait_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _ask_once(self, data: bytes, deadline: float) -> Any:
         # A total of 0 would be no limit.

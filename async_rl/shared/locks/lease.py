@@ -230,7 +230,7 @@ def _wait_until_free(directory: Path, number: int, own_ttl_s: float, clock: Cloc
     """
     path = _path(directory, number)
     first = _content(path)
-    seen_s, has_told = clock(), False
+    seen_s, has_logged = clock(), False
     while _newest(directory) == number:
         content = _content(path)
         term = _parsed(content)
@@ -245,8 +245,8 @@ def _wait_until_free(directory: Path, number: int, own_ttl_s: float, clock: Cloc
         if clock() - seen_s > ttl_s:
             log.warning("the trainer that held run.dir has shown no sign of life for %g s: taking over", ttl_s)
             return
-        if not has_told:
-            has_told = True
+        if not has_logged:
+            has_logged = True
             log.info("another trainer held run.dir and did not release it; watching for %g s if it is alive", ttl_s)
         sleep(POLL_S)
 

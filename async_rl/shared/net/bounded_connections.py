@@ -38,7 +38,7 @@ BACKLOG = 4096
 
 class Connection(Protocol):
     transport: asyncio.Transport
-    heard_s: float
+    last_received_s: float
     """`time.monotonic()` of its last bytes, or of its beginning."""
 
     @property
@@ -47,7 +47,7 @@ class Connection(Protocol):
         ...
 
 
-def most_waiting() -> int:
+def max_waiting() -> int:
     """Connections of one server that wait for their peer, by this process's limit of open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else max(16, min(MOST, soft // SHARE))
@@ -70,15 +70,15 @@ def make_room(newest: Connection, of_server: Collection[Connection]) -> None:
     """
     if newest.transport.get_extra_info("socket").fileno() >= first_reserved():
         newest.transport.abort()
-    most = most_waiting()
+    most = max_waiting()
     if len(of_server) <= most:
         return
     # Aborted ones are among them until the loop has told them so.
     waiting = [each for each in of_server if each.waits and not each.transport.is_closing()]
     if len(waiting) > most:
         # Two for one, so that they become less; and several, since looking for them takes a while.
-        for each in heapq.nsmallest(2 + most // AT_ONCE, waiting, key=lambda each: each.heard_s):
-            if len(waiting) > 2 * most or newest.heard_s - each.heard_s > GRACE_S:
+        for each in heapq.nsmallest(2 + most // AT_ONCE, waiting, key=lambda each: each.last_received_s):
+            if len(waiting) > 2 * most or newest.last_received_s - each.last_received_s > GRACE_S:
                 each.transport.abort()
 
 
@@ -92,7 +92,7 @@ def require_words(connection: Connection, silence_s: float, unread: float = floa
     if transport.is_closing():
         return
     left = transport.get_write_buffer_size()
-    due_s = connection.heard_s + silence_s - time.monotonic()
+    due_s = connection.last_received_s + silence_s - time.monotonic()
     if connection.waits and due_s < 0 and not 0 < left < unread:
         transport.abort()
         return

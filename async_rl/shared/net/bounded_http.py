@@ -14,17 +14,17 @@ from async_rl.shared.net.bounded_connections import make_room, require_words
 class BoundedHttp(H11Protocol):
     """One connection; its server takes `ACCEPTS` of them at once."""
 
-    heard_s = 0.0
+    last_received_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.heard_s = time.monotonic()
+        self.last_received_s = time.monotonic()
         # uvicorn's set; a WebSocket would be another kind, and we serve none.
         make_room(self, cast(Any, self.connections))
         require_words(self, bounded_connections.SILENCE_S)
 
     def data_received(self, data: bytes) -> None:
-        self.heard_s = time.monotonic()
+        self.last_received_s = time.monotonic()
         super().data_received(data)
 
     def on_response_complete(self) -> None:

@@ -4,7 +4,7 @@ import unicodedata
 
 from async_rl.config.secrets import masked
 
-MOST_CHARACTERS = 8000
+MAX_CHARACTERS = 8000
 """Of an error: those of rewards and programs may quote whole responses."""
 
 _KEPT = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
@@ -14,8 +14,8 @@ _KEPT = "\n\t\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 def error_text(error: BaseException) -> str:
     """Without secrets, without control characters, and of bounded length."""
     text = harmless(str(masked("", str(error))))
-    left_out = len(text) - MOST_CHARACTERS
-    half = MOST_CHARACTERS // 2
+    left_out = len(text) - MAX_CHARACTERS
+    half = MAX_CHARACTERS // 2
     return text if left_out <= 0 else f"{text[:half]} ... ({left_out} characters) ... {text[-half:]}"
 
 

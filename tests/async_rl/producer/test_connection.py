@@ -174,9 +174,9 @@ def test_silent_strangers_are_bounded_and_keep_nobody_out(
     address: ProducerAddress, server: ProducerServer, monkeypatch: pytest.MonkeyPatch, serve
 ) -> None:
     monkeypatch.setattr(server_module, "GREETING_TIMEOUT_S", 60.0)
-    strangers = [raw(address) for _ in range(3 * server_module.MOST_STRANGERS)]
+    strangers = [raw(address) for _ in range(3 * server_module.MAX_STRANGERS)]
     control = Control(address.connect(5.0))
-    assert len(server._strangers) <= server_module.MOST_STRANGERS
+    assert len(server._strangers) <= server_module.MAX_STRANGERS
     serve(lambda link, name, arguments: name)
     assert control.call("members") == "members"
     control.close()

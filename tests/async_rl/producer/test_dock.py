@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from async_rl.method.types import Batch, Group, Prompt
-from async_rl.producer.dock import Dock, Docking, has_fixed_shares, num_tokens, own_shares
+from async_rl.producer.dock import Dock, Docking, has_fixed_shares, num_tokens
 from tests.support.groups import random_group
 
 MICRO_BATCH = 4000
@@ -31,15 +31,15 @@ class Simulation:
     """Replicas that train what the dock gives them, a micro-batch at a time."""
 
     speeds: Sequence[float]
-    most_ahead: float = MICRO_BATCH
+    max_ahead: float = MICRO_BATCH
     now_s: float = 0.0
-    most_waiting: int = 0
+    max_waiting: int = 0
     pending: list[list[Group]] = field(default_factory=list)
 
     def run(self, groups: Sequence[Group], finished_s: Sequence[float], *, by_index: bool = False) -> Trained:
         size = len(self.speeds)
         batch = Batch(0, {group.index: group.prompt for group in groups})
-        docking = Docking(size, by_index, self.most_ahead)
+        docking = Docking(size, by_index, self.max_ahead)
         docking_docks = docking.docks([batch], self._give)
         for dock in docking_docks:
             dock._clock = lambda: self.now_s
@@ -80,7 +80,7 @@ class Simulation:
     def _give(self, replica: int, item: Group | int) -> None:
         if isinstance(item, Group):
             self.pending[replica].append(item)
-            self.most_waiting = max(self.most_waiting, sum(map(num_tokens, self.pending[replica])))
+            self.max_waiting = max(self.max_waiting, sum(map(num_tokens, self.pending[replica])))
         else:
             self._ended.add(replica)
 
@@ -96,13 +96,13 @@ def draw(rng: random.Random, size: int, sigma: float) -> tuple[list[Group], list
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
-@pytest.mark.parametrize("most_ahead", [MICRO_BATCH, math.inf])
-def test_each_group_goes_to_one_replica_whatever_comes_when(num_replicas: int, most_ahead: float) -> None:
+@pytest.mark.parametrize("max_ahead", [MICRO_BATCH, math.inf])
+def test_each_group_goes_to_one_replica_whatever_comes_when(num_replicas: int, max_ahead: float) -> None:
     rng = random.Random()
     for _ in range(10):
         groups, finished_s = draw(rng, rng.randrange(1, 40), 1.5)
         speeds = [rng.uniform(100, 4000) for _ in range(num_replicas)]
-        trained = Simulation(speeds, most_ahead).run(groups, finished_s)
+        trained = Simulation(speeds, max_ahead).run(groups, finished_s)
         assert sorted(i for part in trained.of_replica for i in part) == list(range(len(groups)))
 
 
@@ -145,7 +145,7 @@ def test_a_replica_gets_groups_ahead_and_no_more_than_a_micro_batch() -> None:
     groups, _ = draw(rng, 200, 0.5)
     simulation = Simulation([1000.0, 1000.0])
     simulation.run(groups, [0.0] * len(groups))
-    assert MICRO_BATCH / 2 < simulation.most_waiting <= MICRO_BATCH + max(map(num_tokens, groups))
+    assert MICRO_BATCH / 2 < simulation.max_waiting <= MICRO_BATCH + max(map(num_tokens, groups))
 
 
 def test_mini_batches_come_one_after_the_other_and_end_on_every_replica() -> None:
@@ -165,7 +165,7 @@ def test_mini_batches_come_one_after_the_other_and_end_on_every_replica() -> Non
 
 def test_groups_that_are_not_needed_are_left_out_wherever_they_are() -> None:
     given: list[object] = []
-    dock = Dock([range(5)], [0, 1], lambda r, item: given.append(item), most_ahead=1)
+    dock = Dock([range(5)], [0, 1], lambda r, item: given.append(item), max_ahead=1)
     groups = [random_group(i, 4, (5,)) for i in range(5)]
     dock.put(*groups[:4])
     handed = [item.index for item in given if isinstance(item, Group)]
@@ -184,7 +184,7 @@ def test_what_waits_is_given_largest_first_and_to_the_replica_that_is_done_first
         [range(6)],
         [0, 1],
         lambda r, item: given.append((r, item.index)) if isinstance(item, Group) else None,
-        most_ahead=1,
+        max_ahead=1,
         speeds={0: 100.0, 1: 300.0},
         clock=lambda: now_s,
     )
@@ -208,7 +208,7 @@ def test_where_training_waits_for_the_batch_parts_are_equal_whoever_answers_firs
         given[replica] += num_tokens(item) if isinstance(item, Group) else 0
 
     groups, _ = draw(random.Random(1), 128, 1.0)
-    docking = Docking(4, most_ahead=MICRO_BATCH, holds=True, speeds=speeds)
+    docking = Docking(4, max_ahead=MICRO_BATCH, holds=True, speeds=speeds)
     (dock,) = docking.docks([Batch(0, {group.index: group.prompt for group in groups})], give)
     dock._clock = lambda: now_s
     dock.put(*groups)
@@ -221,7 +221,7 @@ def test_where_training_waits_for_the_batch_parts_are_equal_whoever_answers_firs
 
 def test_a_measured_speed_follows_the_replica() -> None:
     now_s, speeds = 0.0, {}
-    dock = Dock([range(40)], [0, 1], lambda r, item: None, most_ahead=1, speeds=speeds, clock=lambda: now_s)
+    dock = Dock([range(40)], [0, 1], lambda r, item: None, max_ahead=1, speeds=speeds, clock=lambda: now_s)
     groups = [random_group(i, 4, (96,)) for i in range(40)]
     dock.put(*groups)
     for _ in range(10):
@@ -233,10 +233,8 @@ def test_a_measured_speed_follows_the_replica() -> None:
 def test_shares_are_fixed_by_index_and_for_a_reserve() -> None:
     prompts = {i: Prompt(f"p{i}", (1,), {}) for i in range(6)}
     whole, reserve = Batch(0, prompts), Batch(0, prompts, 4)
-    assert own_shares([whole], 1, 2, by_index=False) == [whole]
-    assert own_shares([whole], 1, 2, by_index=True) == [whole.share(1, 2)]
-    assert own_shares([reserve], 1, 2, by_index=False) == [reserve.share(1, 2)]
-    assert has_fixed_shares([reserve], by_index=False) and not has_fixed_shares([whole], by_index=False)
+    assert has_fixed_shares([whole], by_index=True) and has_fixed_shares([reserve], by_index=False)
+    assert not has_fixed_shares([whole], by_index=False)
 
 
 def test_a_large_batch_is_placed_in_no_time() -> None:
@@ -247,7 +245,7 @@ def test_a_large_batch_is_placed_in_no_time() -> None:
         [range(8192)],
         range(64),
         lambda r, item: pending[r].append(item.index) if isinstance(item, Group) else None,
-        most_ahead=100,
+        max_ahead=100,
     )
     began_s = time.process_time()
     dock.put(*groups)

@@ -12,7 +12,7 @@ from async_rl.method.proof.gap_limits import NoiseLimits, noise_scale
 from async_rl.method.proof.prompt_ids import digest_of_ids
 from async_rl.method.step_stats import StepStats
 from async_rl.method.types import digest_of
-from async_rl.records.recorder import Recorder
+from async_rl.records.recorder import RunRecorder
 from async_rl.records.rotation import SAMPLES, TIMELINE
 from async_rl.records.samples import MAX_CHARACTERS, NUM_GROUPS, NUM_ROLLOUTS
 from tests.support.large_batch import INSTANCES, make_batch, make_groups, make_row, publication_of
@@ -28,7 +28,7 @@ def decode(token_ids: Sequence[int]) -> str:
 def run_iteration(run_dir: Path, num_prompts: int, num_responses: int) -> list[str]:
     """Records one iteration as `async_rl.loop` does; answers with the prompt ids in the order of places."""
     publication = publication_of("0123abcd-0")
-    recorder = Recorder(run_dir, iterations=1, correct_at=1.0, decode=decode)
+    recorder = RunRecorder(run_dir, iterations=1, correct_at=1.0, decode=decode)
     ledger = Ledger(run_dir / "ledger.jsonl", num_responses, NoiseLimits(noise_scale("bfloat16")))
     batch = make_batch(0, num_prompts)
     groups, draw = make_groups(batch, publication.version, num_responses), random.Random(0)

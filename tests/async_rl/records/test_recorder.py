@@ -14,7 +14,7 @@ from async_rl.method.group_proof import GroupProof
 from async_rl.method.proof.logprob_gaps import LogprobGaps
 from async_rl.method.step_stats import StepStats
 from async_rl.method.types import Group, Prompt, Publication, RolloutFacts
-from async_rl.records.recorder import Recorder
+from async_rl.records.recorder import RunRecorder
 from async_rl.records.rotation import SAMPLES, TIMELINE
 from async_rl.records.samples import MAX_CHARACTERS, shorten, token_texts
 from tests.support.clock import Clock
@@ -44,7 +44,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def run_iteration(recorder: Recorder, iteration: int, groups: list[Group], train_s: float, num_instances: int) -> None:
+def run_iteration(
+    recorder: RunRecorder, iteration: int, groups: list[Group], train_s: float, num_instances: int
+) -> None:
     record = recorder.begin(iteration)
     with record.timed("period_s"):
         for each in groups:
@@ -56,7 +58,7 @@ def run_iteration(recorder: Recorder, iteration: int, groups: list[Group], train
 
 
 def test_a_record_tells_idle_shares_and_interrupted_responses(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, iterations=1)
+    recorder = RunRecorder(tmp_path, iterations=1)
     groups = [group(0, 0.01, num_continued=2), group(1, 0.02, num_continued=1, num_resampled=1)]
     run_iteration(recorder, 0, groups, train_s=0.05, num_instances=1)
     recorder.close()
@@ -68,7 +70,7 @@ def test_a_record_tells_idle_shares_and_interrupted_responses(tmp_path: Path) ->
 
 
 def test_desired_instances_follow_from_rollouts_that_outlast_training(tmp_path: Path, caplog: Any) -> None:
-    recorder = Recorder(tmp_path, iterations=2)
+    recorder = RunRecorder(tmp_path, iterations=2)
     groups = [group(index, 100.0) for index in range(6)]
     with caplog.at_level(logging.INFO):
         run_iteration(recorder, 0, groups, train_s=0.01, num_instances=2)
@@ -78,7 +80,7 @@ def test_desired_instances_follow_from_rollouts_that_outlast_training(tmp_path: 
 
 
 def test_the_reward_of_each_part_of_a_mixture_is_recorded(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, iterations=1)
+    recorder = RunRecorder(tmp_path, iterations=1)
     groups = [
         replace(group(i, 0.01), prompt=Prompt(f"{part}/{i}", (1,), {}), rewards=(reward,))
         for i, (part, reward) in enumerate([("a", 1.0), ("b", 0.25), ("a", 0.0)])
@@ -91,7 +93,7 @@ def test_the_reward_of_each_part_of_a_mixture_is_recorded(tmp_path: Path) -> Non
 
 def test_every_record_is_handed_on(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
-    recorder = Recorder(tmp_path, 2, on_record=lambda record: seen.append(dict(record)))
+    recorder = RunRecorder(tmp_path, 2, on_record=lambda record: seen.append(dict(record)))
     for iteration in range(2):
         run_iteration(recorder, iteration, [group(0, 0.01)], train_s=0.0, num_instances=1)
     recorder.close()
@@ -101,7 +103,7 @@ def test_every_record_is_handed_on(tmp_path: Path) -> None:
 
 
 def test_turns_and_branches_are_recorded_per_rollout_and_only_where_there_are_any(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, iterations=3)
+    recorder = RunRecorder(tmp_path, iterations=3)
     single = group(0, 0.01)
     response = single.responses[0]
     branch = replace(response, token_ids=(5, 6, 7, 8), observed=((0, 2),), text="7 8")
@@ -133,16 +135,8 @@ def test_turns_and_branches_are_recorded_per_rollout_and_only_where_there_are_an
     assert [row.get("status") for row in second["responses"]] == ["truncated", "truncated", None]
 
 
-def test_a_rank_that_writes_no_records_hands_none_on() -> None:
-    seen: list[Any] = []
-    recorder = Recorder(None, 1, on_record=seen.append)
-    run_iteration(recorder, 0, [group(0, 0.01)], train_s=0.0, num_instances=1)
-    recorder.close()
-    assert seen == []
-
-
 def test_a_skipped_step_is_told_and_figures_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, iterations=2)
+    recorder = RunRecorder(tmp_path, iterations=2)
     good, bad = (
         StepStats(0.5, 1.0, 1e-3, {"kl": 0.25}, 1),
         StepStats(float("nan"), float("inf"), 1e-3, {"kl": 9.0}, 0, True),
@@ -164,7 +158,7 @@ def test_a_skipped_step_is_told_and_figures_that_are_not_finite_are_null(tmp_pat
 def test_accuracy_is_recorded_only_for_a_reward_that_says_what_is_correct(tmp_path: Path, caplog: Any) -> None:
     for name, correct_at in (("silent", None), ("strict", 1.5), ("lenient", 1.0)):
         (tmp_path / name).mkdir()
-        recorder = Recorder(tmp_path / name, iterations=1, correct_at=correct_at)
+        recorder = RunRecorder(tmp_path / name, iterations=1, correct_at=correct_at)
         with caplog.at_level(logging.INFO):
             run_iteration(recorder, 0, [group(0, 0.01)], train_s=0.0, num_instances=1)
         recorder.close()
@@ -181,7 +175,7 @@ def test_each_part_of_a_reward_is_recorded_over_what_it_scored_and_one_counts_as
         replace(group(2, 0.01), rewards=(9.0,), reward_parts=(("judge", (9.0,)),)),
         replace(group(3, 0.01), rewards=(1.0,), reward_parts=(("code", (1.0,)), ("judge", (1.0,)))),
     ]
-    recorder = Recorder(tmp_path, iterations=1, correct_at={"math": 1.0, "code": 1.0})
+    recorder = RunRecorder(tmp_path, iterations=1, correct_at={"math": 1.0, "code": 1.0})
     run_iteration(recorder, 0, mixed, train_s=0.0, num_instances=1)
     recorder.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
@@ -198,7 +192,7 @@ def test_metrics_of_a_reward_are_recorded_over_the_batch(tmp_path: Path) -> None
         replace(group(0, 0.01), reward_metrics=(("acc", (1.0,)), ("length", (4.0,)))),
         replace(group(1, 0.01), reward_metrics=(("acc", (0.0,)),)),
     ]
-    recorder = Recorder(tmp_path, iterations=1)
+    recorder = RunRecorder(tmp_path, iterations=1)
     run_iteration(recorder, 0, reported, train_s=0.0, num_instances=1)
     recorder.close()
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
@@ -208,7 +202,7 @@ def test_metrics_of_a_reward_are_recorded_over_the_batch(tmp_path: Path) -> None
 
 
 def test_groups_are_on_file_even_if_the_iteration_does_not_end(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, iterations=1)
+    recorder = RunRecorder(tmp_path, iterations=1)
     record = recorder.begin(0)
     trained, elsewhere = group(1, 0.5), group(0, 0.5)
     with record.training([[trained]]):
@@ -225,7 +219,7 @@ def test_groups_are_on_file_even_if_the_iteration_does_not_end(tmp_path: Path) -
 
 
 def test_samples_are_the_first_groups_by_place_whatever_finishes_first(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, iterations=2, decode=lambda token_ids: f"prompt of {tuple(token_ids)}")
+    recorder = RunRecorder(tmp_path, iterations=2, decode=lambda token_ids: f"prompt of {tuple(token_ids)}")
     run_iteration(recorder, 0, [group(index, 0.01) for index in (7, 2, 9, 0, 5)], train_s=0.0, num_instances=1)
     run_iteration(recorder, 1, [group(4, 0.01)], train_s=0.0, num_instances=1)
     recorder.close()
@@ -242,7 +236,7 @@ def test_samples_are_the_first_groups_by_place_whatever_finishes_first(tmp_path:
 
 
 def test_tokens_of_samples_have_the_log_probs_of_both_sides(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, iterations=1, decode=lambda token_ids: "".join(f" {i}" for i in token_ids))
+    recorder = RunRecorder(tmp_path, iterations=1, decode=lambda token_ids: "".join(f" {i}" for i in token_ids))
     record = recorder.begin(0)
     own = group(0, 0.1)
     with record.training([[own]]):
@@ -286,7 +280,7 @@ def test_nothing_is_written_once_another_trainer_writes_the_files(tmp_path: Path
     def fenced() -> None:
         raise Fenced("term 1 has ended")
 
-    recorder = Recorder(tmp_path, iterations=1, require_lease=fenced)
+    recorder = RunRecorder(tmp_path, iterations=1, require_lease=fenced)
     record = recorder.begin(0)
     with pytest.raises(Fenced):
         recorder.write_groups(record, [GroupProof.of(group(0, 0.1), {"http://a": LogprobGaps(2)})])
@@ -297,7 +291,7 @@ def test_nothing_is_written_once_another_trainer_writes_the_files(tmp_path: Path
 
 
 def test_a_metric_of_an_algorithm_does_not_replace_a_figure_of_the_record(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, iterations=1)
+    recorder = RunRecorder(tmp_path, iterations=1)
     record = recorder.begin(0)
     stats = StepStats(0.0, 0.0, 0.0, {"mine": 1.0, "loss": 2.0, "iteration": 3.0})
     record.add_step([GroupProof.of(group(0, 0.01), {"http://a": LogprobGaps(2)})], stats)
@@ -306,7 +300,7 @@ def test_a_metric_of_an_algorithm_does_not_replace_a_figure_of_the_record(tmp_pa
 
 
 def test_groups_that_a_selection_left_out_have_rows_that_say_so(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, iterations=1, has_reserve=True)
+    recorder = RunRecorder(tmp_path, iterations=1, has_reserve=True)
     rows = [GroupProof.of(group(index, 0.01), {"http://a": LogprobGaps(2)}) for index in range(2)]
     left_out = replace(rows[0], is_trained=False, gaps=())
     recorder.write_groups(recorder.begin(0), [rows[1], left_out])
@@ -326,7 +320,7 @@ def test_what_leaving_a_batch_costs_is_no_lack_of_overlap(tmp_path: Path) -> Non
             self.left_with = kind
             time.sleep(3)
 
-    recorder, rollouts = Recorder(tmp_path, iterations=1), Rollouts()
+    recorder, rollouts = RunRecorder(tmp_path, iterations=1), Rollouts()
     record = recorder.begin(0)
     with record.timed_exit("evaluation_s", rollouts) as groups:
         assert groups == "groups"
@@ -346,7 +340,7 @@ def test_what_leaving_a_batch_costs_is_no_lack_of_overlap(tmp_path: Path) -> Non
 def test_ten_iterations_without_a_gradient_are_warned_of_once_with_what_to_do(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Recorder(tmp_path, iterations=99)
+    recorder = RunRecorder(tmp_path, iterations=99)
     untrained = [1] * 9 + [0] + [1] * 12
     for iteration, num_untrained in enumerate(untrained):
         record = recorder.begin(iteration)
@@ -364,7 +358,7 @@ def test_samples_have_the_row_and_on_request_every_response(tmp_path: Path) -> N
     for all_responses, texts in ((False, ["0", "1"]), (True, ["0", "1", "2", "3"])):
         run_dir = tmp_path / str(all_responses)
         run_dir.mkdir()
-        recorder = Recorder(run_dir, 1, decode=lambda ids: " ".join(map(str, ids)), all_responses=all_responses)
+        recorder = RunRecorder(run_dir, 1, decode=lambda ids: " ".join(map(str, ids)), all_responses=all_responses)
         record = recorder.begin(0)
         with record.training([[own]]):
             pass

@@ -15,7 +15,7 @@ from async_rl.method.proof.gap_limits import NoiseLimits
 from async_rl.method.proof.prompt_ids import from_runs
 from async_rl.method.step_stats import StepStats
 from async_rl.method.types import Batch, Prompt, Publication
-from async_rl.records.recorder import Recorder
+from async_rl.records.recorder import RunRecorder
 from async_rl.records.records import RECORDS, cut_records, cut_run_records, require_no_records, require_proofs
 from async_rl.records.trackers.choice import open_trackers
 from deploy.cluster.run_view import balance, describe
@@ -65,7 +65,7 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
     for first, losses in ((0, [1.0, 2.0, 3.0]), (1, [4.0])):
         time.sleep(1.0)  # Event files are read in the order of their names, which have the second in front.
         trackers = open_trackers(TrackingSection(), tmp_path, first, {})
-        recorder = Recorder(tmp_path, iterations=3, trackers=trackers)
+        recorder = RunRecorder(tmp_path, iterations=3, trackers=trackers)
         for iteration, loss in enumerate(losses, start=first):
             record = recorder.begin(iteration)
             record.add_step([proof], StepStats(loss, 1.0, 1.0))
@@ -93,7 +93,7 @@ def test_a_directory_of_an_older_release_is_read_cut_and_gone_on_with(tmp_path: 
         lines = "".join(json.dumps({"iteration": iteration, **row}) + "\n" for iteration in range(4))
         (tmp_path / name).write_text(lines + '{"iteration": 4, "weigh')
     assert cut_run_records(tmp_path, 3) == 4
-    recorder = Recorder(tmp_path, iterations=4)
+    recorder = RunRecorder(tmp_path, iterations=4)
     ledger = Ledger(tmp_path / "ledger.jsonl", 1, NoiseLimits(1.0))
     record, proof = (
         recorder.begin(3),

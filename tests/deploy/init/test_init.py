@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from async_rl.checks.forecast.run_forecast import forecast_run
-from async_rl.checks.preflight.first_look import FirstLook, look_at_source
+from async_rl.checks.preflight.source_guess import SourceGuess, guess_source
 from async_rl.config.file import parse_config
 from async_rl.config.keys import keys_of
 from async_rl.config.sections import Config
@@ -27,7 +27,7 @@ from deploy.local.check import main as check
 from deploy.local.memory_fit import GIB
 from tests.deploy.local.test_check import QWEN3_8B
 
-LOOK = FirstLook(2000, "a prompt", {}, "math", "prompts in column 'prompt'", ("prompt", "answer"))
+LOOK = SourceGuess(2000, "a prompt", {}, "math", "prompts in column 'prompt'", ("prompt", "answer"))
 SEEN = Seen(
     model_path="model",
     shape=ModelShape.of_config(QWEN3_8B, "here"),
@@ -99,7 +99,7 @@ def test_the_reward_follows_from_the_answers(
     rows: list[dict[str, Any]], reward: str, column: str, workplace: Path
 ) -> None:
     write_rows(*rows)
-    look = look_at_source("rows.jsonl")
+    look = guess_source("rows.jsonl")
     assert (look.reward, look.columns.get("prompt", "prompt")) == (reward, column)
     assert main(["model", "rows.jsonl"]) == 0 and check(["run.toml"]) == 0
 

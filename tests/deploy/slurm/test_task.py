@@ -59,12 +59,12 @@ def ground(tmp_path: Path) -> Ground:
     return Ground(tmp_path)
 
 
-TOLD = 128 + signal.SIGTERM
+STOPPED = 128 + signal.SIGTERM
 
 
 def test_the_last_restart_of_a_job_of_several_nodes_is_on_nodes_that_slurm_selects_anew(ground: Ground) -> None:
     """A node that hangs uses the others up in seconds, long before Slurm gives it up."""
-    assert ground.start("false", SLURM_JOB_NUM_NODES="2") == TOLD
+    assert ground.start("false", SLURM_JOB_NUM_NODES="2") == STOPPED
     assert ground.asked() == ["scontrol requeue 7"]
     assert "restart 1)" in ground.output and "restart 2)" not in ground.output
     assert ground.start("false", SLURM_JOB_NUM_NODES="2", SLURM_RESTART_COUNT="1") == 1
@@ -83,7 +83,7 @@ def test_a_job_of_one_node_and_one_that_cannot_be_requeued_are_started_again_whe
 def test_an_instance_ends_the_array_when_the_training_job_has_left_the_queue(ground: Ground) -> None:
     ground.queue.write_text("18_0|RUNNING|n1|None\n66|RUNNING|n2|None\n")
     options = ("--training-job", "6")
-    assert ground.start("sleep", "60", role="instance", options=options, SLURM_ARRAY_JOB_ID="18") == TOLD
+    assert ground.start("sleep", "60", role="instance", options=options, SLURM_ARRAY_JOB_ID="18") == STOPPED
     assert ground.asked() == ["scancel 18"]
     assert "the training job 6 is no longer in the queue" in ground.output
 

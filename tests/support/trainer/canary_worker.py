@@ -19,9 +19,9 @@ from async_rl.shared.weights.sender import WeightSource
 from async_rl.shared.weights.stream import Fingerprint
 from tests.support.trainer.layout_worker import Job, make_trainer
 from trainer.devices import choose_device
-from trainer.ending import Ending
 from trainer.parallel import Parallel, init_parallel
 from trainer.rank import TrainingRank, weight_source
+from trainer.shutdown import Shutdown
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
@@ -72,8 +72,8 @@ class CanaryOnly:
 def report(megatron: MegatronTrainer, parallel: Parallel) -> dict[str, Any]:
     """Publishes twice; returns the results on this rank."""
     publisher = CanaryOnly(weight_source(megatron, parallel, lambda: None)) if parallel.is_main else None
-    ending = Ending(parallel, StopSignal(), grace_s=60.0)
-    replica = TrainingRank(megatron, parallel, "run", publisher.publish if publisher else None, ending)
+    shutdown = Shutdown(parallel, StopSignal(), grace_s=60.0)
+    replica = TrainingRank(megatron, parallel, "run", publisher.publish if publisher else None, shutdown)
     for _ in range(2):
         replica.publish_weights()
     return {"fingerprints": publisher.fingerprints, "scores": publisher.scores} if publisher else {}

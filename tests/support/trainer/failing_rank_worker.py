@@ -34,14 +34,14 @@ from async_rl.method.types import Batch, Group, Publication
 from async_rl.records.recorder import IterationRecord, Recorder
 from tests.support.finished_groups import Arriving
 from tests.support.trainer.checkpoint_worker import make_trainer, run_config
-from tests.support.trainer.replayed_rollouts import ReplayedRollouts, one_by_one
+from tests.support.trainer.replayed_rollouts import ReplayedRolloutSource, one_by_one
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.devices import choose_device
-from trainer.ending import Ending
 from trainer.parallel import Parallel, init_parallel
 from trainer.rank import TrainingRank
 from trainer.recovery import Recovery
 from trainer.saving import Saving
+from trainer.shutdown import Shutdown
 from trainer.stop_signal import StopSignal
 from trainer.trainer import MegatronTrainer
 
@@ -101,7 +101,7 @@ class Failing(Arriving):
         return super().ready(wait)
 
 
-class Rollouts(ReplayedRollouts):
+class Rollouts(ReplayedRolloutSource):
     """The loop's prompts and rollouts: the same groups in every iteration, in order; `errors` of some, once each."""
 
     def __init__(self, groups: list[Group], parallel: Parallel, errors: dict[int, AsyncRLError]) -> None:
@@ -144,7 +144,6 @@ class FailingRecorder(Recorder):
     """Writes nothing, and fails at one iteration."""
 
     def __init__(self, fails_at: int) -> None:
-        super().__init__(None, NUM_ITERATIONS)
         self._fails_at = fails_at
 
     def end(self, record: IterationRecord, publication: Publication) -> None:
@@ -166,7 +165,7 @@ def failing_call(number: int) -> Callable[[], None]:
 def run_rank(scenario: Scenario, config: Config, groups: list[Group]) -> str:
     """Trains; returns what ended it."""
     parallel = init_parallel(choose_device("cpu"), 3, config.trainer)
-    ending = Ending(parallel, StopSignal(), GRACE_S)
+    shutdown = Shutdown(parallel, StopSignal(), GRACE_S)
     megatron = make_trainer(config, parallel)
     fault = scenario.fault if parallel.is_main else ""
     directory = config.run.dir / "checkpoints"
@@ -176,7 +175,7 @@ def run_rank(scenario: Scenario, config: Config, groups: list[Group]) -> str:
     checkpoints = Checkpoints(directory, 2, parallel, config, require_lease=require_lease)
     saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
     publisher = Publisher(scenario.fails_at if fault == "publish" else -1)
-    rank = RaggedRank(megatron, parallel, "run", publisher.publish if parallel.is_main else None, ending)
+    rank = RaggedRank(megatron, parallel, "run", publisher.publish if parallel.is_main else None, shutdown)
     is_last_leader = parallel.is_leader and parallel.dp_rank == parallel.num_replicas - 1
     error = OF_ROLLOUTS.get(scenario.fault) if is_last_leader else None
     rollouts = Rollouts(groups, parallel, {} if error is None else {scenario.fails_at: error})
@@ -188,15 +187,15 @@ def run_rank(scenario: Scenario, config: Config, groups: list[Group]) -> str:
 
     def train_from(iteration: int) -> None:
         train(config.train, rank, rollouts, rollouts, ledger, recorder, iteration, saving.after_iteration)
-        ending.meet(may_stop=False)
+        shutdown.meet(may_stop=False)
 
     try:
-        with ending.saving(saving.save_last):
-            Recovery(parallel, ending, megatron, saving, None, restart, 1.0).train(train_from)
+        with shutdown.saving(saving.save_last):
+            Recovery(parallel, shutdown, megatron, saving, None, restart, 1.0).train(train_from)
         said = digest_of(megatron)
     except AsyncRLError as error:
         said = f"{type(error).__name__}: {error}"
-    ending.close()
+    shutdown.close()
     return said
 
 
@@ -245,8 +244,8 @@ def hang(directory: Path) -> None:
     child = os.fork()
     if child == 0:
         parallel = init_parallel(choose_device("cpu"), 3, run_config("unused").trainer)
-        ending = Ending(parallel, StopSignal(), 0.5)
-        with ending.saving(lambda: time.sleep(HANG_S)):
+        shutdown = Shutdown(parallel, StopSignal(), 0.5)
+        with shutdown.saving(lambda: time.sleep(HANG_S)):
             raise WriteFailed("cannot write a file")
     (directory / "hang.json").write_text(json.dumps(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
 

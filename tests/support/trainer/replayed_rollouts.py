@@ -16,7 +16,7 @@ def one_by_one(groups: Sequence[Group], mini_batches: Sequence[Batch]) -> Arrivi
     return Arriving(groups, mini_batches, repeat(0))
 
 
-class ReplayedRollouts:
+class ReplayedRolloutSource:
     """The same groups in every run, finishing in a random order per run; one by one, or all at once, as if training
     waited for the batch."""
 

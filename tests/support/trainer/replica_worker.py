@@ -16,9 +16,9 @@ from async_rl.method.types import Publication
 from async_rl.shared.weights.sender import WeightSource
 from tests.support.trainer.layout_worker import Job, make_trainer
 from trainer.devices import choose_device
-from trainer.ending import Ending
 from trainer.parallel import init_parallel
 from trainer.rank import TrainingRank, weight_source
+from trainer.shutdown import Shutdown
 from trainer.stop_signal import StopSignal
 
 PROMPT, RESPONSES = [3, 4, 5], [(6, 7), (8,), (9, 10, 11)]
@@ -49,8 +49,8 @@ def main(checkpoint: str, out: Path) -> None:
     parallel = init_parallel(choose_device("cpu"), 0, section)
     trainer = make_trainer(Job("", checkpoint, [], {}), parallel, section)
     publisher = TwoTries(weight_source(trainer, parallel, lambda: None)) if parallel.is_main else None
-    ending = Ending(parallel, StopSignal(), 60.0)
-    replica = TrainingRank(trainer, parallel, "run", publisher.publish if publisher else None, ending)
+    shutdown = Shutdown(parallel, StopSignal(), 60.0)
+    replica = TrainingRank(trainer, parallel, "run", publisher.publish if publisher else None, shutdown)
     publications = [asdict(replica.publish_weights()) for _ in range(2)]
     report = {"publications": publications, "scores": publisher.scores if publisher else None}
     (out / f"rank{parallel.rank}.json").write_text(json.dumps(report))

@@ -59,10 +59,6 @@ def test_an_algorithm_is_what_its_traits_say(name: str) -> None:
     assert learns_alone == traits.single_rollouts
 
 
-def test_every_algorithm_has_traits_and_a_class() -> None:
-    assert list(TRAITS) == list(ALGORITHMS)
-
-
 class MeanOfMicroBatch(PolicyGradient):
     """Divides by what is in the micro-batch."""
 

@@ -231,7 +231,7 @@ def test_an_answer_that_was_sent_is_sent_again_to_a_retry(rigs) -> None:
 
 
 def test_what_nobody_waits_for_is_cancelled_and_not_trained(rigs, eventually, monkeypatch) -> None:
-    monkeypatch.setattr("async_rl.parts.gateway.line.RETRY_GRACE_S", 0.2)
+    monkeypatch.setattr("async_rl.parts.gateway.exchanges.RETRY_GRACE_S", 0.2)
     rig = rigs(lambda context, seed: "yes")
     rig.policy.before_answering = lambda: asyncio.sleep(60)
     rollout = rig.open()

@@ -143,7 +143,7 @@ def test_a_client_that_sends_its_body_too_slowly_gets_a_408(rig: GatewayRig, mon
 
 def test_a_client_that_does_not_take_its_answer_is_left(rigs, monkeypatch, eventually) -> None:
     monkeypatch.setattr("async_rl.parts.gateway.server.SEND_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("async_rl.parts.gateway.line.RETRY_GRACE_S", 1.0)
+    monkeypatch.setattr("async_rl.parts.gateway.exchanges.RETRY_GRACE_S", 1.0)
     # More than the buffers of a connection hold.
     rig = rigs(lambda context, seed: "a" * 10_000, max_response_tokens=20_000)
     rig.gateway._site._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -158,7 +158,7 @@ def test_a_client_that_does_not_take_its_answer_is_left(rigs, monkeypatch, event
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_in_the_middle_leaves_no_turn(rig: GatewayRig, eventually, stream, monkeypatch) -> None:
-    monkeypatch.setattr("async_rl.parts.gateway.line.RETRY_GRACE_S", 0.1)
+    monkeypatch.setattr("async_rl.parts.gateway.exchanges.RETRY_GRACE_S", 0.1)
     rig.policy.before_answering = lambda: asyncio.sleep(60)
     rollout = rig.open()
     connection = raw(rig)

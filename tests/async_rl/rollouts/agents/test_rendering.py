@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from async_rl.errors import ConfigError
 from async_rl.rollouts.agents.known_rendering import KnownRenderer
 from async_rl.rollouts.agents.messages import InvalidRequest
-from async_rl.rollouts.agents.recorder import Conversation, Recorder
 from async_rl.rollouts.agents.rendering import Renderer, TemplateRenderer, make_renderer
 from async_rl.rollouts.agents.turn import parsed_message
+from async_rl.rollouts.agents.turn_tree import Conversation, TurnTree
 from async_rl.shared.programs import extras
 from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.groups import make_response
@@ -159,24 +159,24 @@ def letters(tokenizer: Any, text: str) -> list[int]:
 
 def talk(tokenizer: Any, renderer: Renderer, ending: str, num_turns: int = 3) -> list[tuple[int, ...]]:
     """The tokens between what is sampled, of a conversation whose turns all end this way."""
-    recorder = Recorder(renderer)
+    turn_tree = TurnTree(renderer)
     end = [tokenizer.convert_tokens_to_ids(ENDS[ending])] if ending in ENDS else []
     sampled = (*letters(tokenizer, SAID[ending]), *end)
     messages: list[Any] = [{"role": "user", "content": "what is it"}]
     found = []
-    request = recorder.request(Conversation.of(messages))
+    request = turn_tree.request(Conversation.of(messages))
     for number in range(num_turns):
         message, calls = renderer.parse(request.context, sampled, None)
         message = parsed_message(message, calls, [STOP], ("turn", number))
         assert STOP not in message["content"]
-        node = recorder.add(request, make_response(sampled), message)
+        node = turn_tree.add(request, make_response(sampled), message)
         recorded = request.context + sampled
         messages += [message, {"role": "user", "content": "again"}]
-        request = recorder.request(Conversation.of(messages))
+        request = turn_tree.request(Conversation.of(messages))
         assert request.parent is node, "the turn is continued"
         assert request.context[: len(recorded)] == recorded
         found.append(request.context[len(recorded) :])
-    (whole,) = recorder.responses(())
+    (whole,) = turn_tree.responses(())
     assert whole.num_sampled == num_turns * len(sampled)
     return found
 

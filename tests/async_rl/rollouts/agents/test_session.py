@@ -16,7 +16,7 @@ from async_rl.rollouts.agents.messages import InvalidRequest
 from async_rl.rollouts.agents.rendering import Renderer, make_renderer
 from async_rl.rollouts.agents.session import NothingSampled, RolloutSession, Sessions
 from async_rl.rollouts.agents.turn import LimitReached, SessionClosed, Turn
-from async_rl.rollouts.groups.turnstile import LONG
+from async_rl.rollouts.groups.text_executor import LONG
 from async_rl.rollouts.pool.router import Cached
 from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.scripted_pool import ScriptedPool
@@ -426,7 +426,7 @@ def test_each_rollout_has_the_same_share_of_the_thread_for_large_messages(
 def test_messages_that_cannot_fit_are_not_rendered(sessions: Sessions, pool: ScriptedPool, slow: SlowForLarge) -> None:
     async def go() -> None:
         # Of ten letters at most is a token: 500 of them are the model's length.
-        session = opened(replace(sessions, renderer=slow, most_letters=10))
+        session = opened(replace(sessions, renderer=slow, max_letters=10))
         assert await limit_of(session.generate(messages=[{"role": "user", "content": "x" * 5000}])) == "context"
         assert not slow.sizes and session.limit == "context"
         await session.generate(messages=[{"role": "user", "content": "x" * 4990}])

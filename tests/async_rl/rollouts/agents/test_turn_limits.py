@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from async_rl.rollouts.agents.turn_limits import LETTERS, least_tokens, most_letters_of
+from async_rl.rollouts.agents.turn_limits import LETTERS, least_tokens, max_letters_of
 
 WORDS = "to be or not to be that is the question whether it is nobler in the mind to suffer aaaaaaaaaaaaaaaa 0000"
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
@@ -49,14 +49,14 @@ TEXTS = st.one_of(
 @given(text=TEXTS)
 def test_a_text_has_at_least_so_many_tokens(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
-    most = most_letters_of(tokenizer)
+    most = max_letters_of(tokenizer)
     assert most is not None
     least = least_tokens([{"role": "user", "content": text}], most)
     assert least <= len(tokenizer([text], add_special_tokens=False)["input_ids"][0])
 
 
 def test_the_bound_is_that_of_the_longest_token() -> None:
-    assert most_letters_of(TOKENIZERS["byte level"]) == 16
+    assert max_letters_of(TOKENIZERS["byte level"]) == 16
     assert least_tokens([{"role": "user", "content": "a" * 1600}], 16) == 100
 
 
@@ -70,5 +70,5 @@ def test_nothing_is_refused_where_one_token_may_be_any_word() -> None:
     words = Tokenizer(models.WordLevel({"<unk>": 0, **{chr(letter): 1 + letter for letter in LETTERS}}, "<unk>"))
     letters = Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>", fuse_unk=True))
     for tokenizer in (words, letters):
-        assert most_letters_of(PreTrainedTokenizerFast(tokenizer_object=tokenizer)) is None
+        assert max_letters_of(PreTrainedTokenizerFast(tokenizer_object=tokenizer)) is None
     assert least_tokens([{"role": "user", "content": "a" * 10**6}], None) == 0

@@ -10,8 +10,8 @@ import pytest
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.producer import work as work_module
-from async_rl.producer.work import Work
+from async_rl.producer import service as service_module
+from async_rl.producer.service import ProducerService
 from async_rl.rollouts.fleet.orders import ORDERS_FILE, Orders
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.shared.event_loop import EventLoopThread
@@ -93,19 +93,19 @@ def test_the_fleet_endpoint_of_another_producer_waits_for_its_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Somebody has it: for a moment, or for good, and then another one serves where the config names none."""
-    monkeypatch.setattr(work_module, "PORT_PATIENCE_S", 30.0 if waits else 0.3)
+    monkeypatch.setattr(service_module, "PORT_PATIENCE_S", 30.0 if waits else 0.3)
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
     tree = minimal_tree() | {"pool": {"instances": [A], "fleet_port": port if configured else 0}}
     tree["run"]["dir"] = str(tmp_path)
     pool = make_pool(A)
     with ExitStack() as closing, taken:
-        work = Work(closing, Config.model_validate(tree), loop, pool=pool)
+        service = ProducerService(closing, Config.model_validate(tree), loop, pool=pool)
         if configured:
             with pytest.raises(ConfigError, match=f"pool.fleet_port = {port}"):
-                work._start_fleet(Orders(pool), port)
+                service._start_fleet(Orders(pool), port)
             return
         if waits:
             Timer(0.5, taken.close).start()
-        server = work._start_fleet(Orders(pool), port)
+        server = service._start_fleet(Orders(pool), port)
         assert (server.port == port) == waits

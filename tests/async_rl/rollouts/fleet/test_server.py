@@ -40,7 +40,7 @@ def test_an_instance_that_registers_is_a_member_under_the_address_it_gave(make_p
         status, answer = endpoint.ask("/fleet/register", HEARTBEAT)
         assert (status, answer) == (200, {"state": "joining", "leave": False, "interval_s": 5.0})
     assert [(member.name, member.url) for member in pool.members] == [("10.0.0.1:8000", A), ("pod-2", B)]
-    assert pool.find("pod-2").standing.registered_as == "b1"
+    assert pool.find("pod-2").entry.registered_as == "b1"
 
 
 @pytest.mark.parametrize(("timeout_s", "interval_s"), [(60.0, 5.0), (3.0, 1.0)])

@@ -18,7 +18,7 @@ from async_rl.evaluation.evaluator import ScoredPrompt
 from async_rl.method.seeds import RESPONSE_BITS, evaluation_seed
 from async_rl.method.types import Prompt, Response, Scores
 from async_rl.rollouts.agents.program import ProgramFailed, ProgramPrompt, RolloutResult
-from async_rl.rollouts.agents.program_rollouts import ProgramRollouts, make_group_maker, make_program_rollouts
+from async_rl.rollouts.agents.program_rollouts import ProgramGroupMaker, make_group_maker, make_program_rollouts
 from async_rl.rollouts.agents.session import RolloutSession
 from async_rl.rollouts.groups.group_maker import GroupMaker, SingleTurns
 from async_rl.rollouts.rewards import make_reward
@@ -79,8 +79,8 @@ def test_it_samples_as_the_set_says_and_scores_what_was_said() -> None:
     ("program", "kind"),
     [
         ("single_turn", SingleTurns),
-        (f"python:{__file__}:play", ProgramRollouts),
-        pytest.param("command:true", ProgramRollouts, marks=needs_part("gateway")),
+        (f"python:{__file__}:play", ProgramGroupMaker),
+        pytest.param("command:true", ProgramGroupMaker, marks=needs_part("gateway")),
     ],
 )
 def test_a_run_has_one_maker_by_its_program(

@@ -98,10 +98,10 @@ def test_a_request_that_waits_behind_others_waits_for_as_long_as_these_go_on() -
 def test_a_request_that_stands_still_while_others_go_on_is_slow_and_its_instance_not_gone() -> None:
     async def scenario() -> None:
         client = client_of(two_tokens, slowly)
-        standing = asyncio.create_task(generate(client))
+        entry = asyncio.create_task(generate(client))
         await asyncio.sleep(0)
         await generate(client)
         with pytest.raises(InstanceTooSlow, match="made no token of a request for 60 s, after 2 of it"):
-            await standing
+            await entry
 
     virtual_time.run(scenario())

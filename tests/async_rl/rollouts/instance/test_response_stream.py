@@ -112,7 +112,7 @@ class Form:
 
 
 def answer_to(partials: Sequence[PartialRollout], **options: Any) -> ResponseStream:
-    usual = {"says_versions": True, "max_tokens": MAX_TOKENS, "tokens": SampledTokens(None, SamplingParams())}
+    usual = {"reports_versions": True, "max_tokens": MAX_TOKENS, "tokens": SampledTokens(None, SamplingParams())}
     return Form.now(URL, partials, VERSION, **(usual | options))
 
 
@@ -613,11 +613,11 @@ def test_an_end_without_versions_keeps_nothing_where_the_answer_has_to_tell_them
     with pytest.raises(InstanceError, match="it ended without weight_versions"):
         answer_to([partial]).feed(ended)
     assert len(partial.token_ids) == 0
-    answer = answer_to([partial], says_versions=False)
+    answer = answer_to([partial], reports_versions=False)
     answer.feed(ended)
     assert answer.has_unproven
-    answer.vouch()
-    answer.vouch()
+    answer.confirm_version()
+    answer.confirm_version()
     assert not answer.has_unproven and partial.response().weight_spans == (WeightSpan(VERSION, 0, 1),)
 
 
@@ -682,10 +682,10 @@ def test_progress_is_told_in_all_and_only_tokens_are_heard() -> None:
     told: list[tuple[int, int]] = []
     answer = answer_to(partials_of(2), on_progress=lambda *counts: told.append(counts))
     answer.feed(b'{"choices": []}')
-    assert answer.heard_s == 0.0 and told == [(0, 0)]
+    assert answer.last_received_s == 0.0 and told == [(0, 0)]
     answer.feed(Piece(0, (10, 11), 2).payload())
-    heard_s = answer.heard_s
+    last_received_s = answer.last_received_s
     answer.feed(Piece(1, (20,), 1, finish_reason="stop").payload())
     answer.feed(Piece(1, (20,), 1, finish_reason="stop").payload())
-    assert told == [(0, 0), (2, 0), (3, 1), (3, 1)] and answer.heard_s >= heard_s > 0.0
+    assert told == [(0, 0), (2, 0), (3, 1), (3, 1)] and answer.last_received_s >= last_received_s > 0.0
     assert answer.num_tokens == 3

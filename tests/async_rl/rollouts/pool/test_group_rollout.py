@@ -73,7 +73,7 @@ class Stage:
         for client in clients:
             self.roster.add(client.url).client = client  # type: ignore[assignment]
         holders = {client.url: f"boot of {client.url}" for client in clients}
-        self.roster._membership.end_publish("v1", [member.standing for member in self.members], holders)
+        self.roster._membership.end_publish("v1", [member.entry for member in self.members], holders)
 
     @property
     def members(self) -> tuple[Member, ...]:

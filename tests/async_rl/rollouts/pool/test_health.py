@@ -59,7 +59,7 @@ def watched(
         member.client = client  # type: ignore[assignment]
         for number, other in enumerate(others):
             roster.add(f"http://b:{1 + number}").client = other  # type: ignore[assignment]
-        members = [each.standing for each in roster.members]
+        members = [each.entry for each in roster.members]
         roster._membership.end_publish("v1", members, {each.url: "boot" for each in members})
         watch = HealthWatch(roster, LateJoiners(roster), CONFIG)
         watch.start()

@@ -19,7 +19,7 @@ def stage() -> tuple[Roster, LateJoiners, Member]:
     """One instance in service with v1, and one that came later."""
     roster = Roster(PoolSection(instances=(A,)), None)
     first = roster.add(A)
-    roster._membership.end_publish("v1", [first.standing], {A: "boot-a"})
+    roster._membership.end_publish("v1", [first.entry], {A: "boot-a"})
     return roster, LateJoiners(roster), roster.add(B)
 
 

@@ -3,11 +3,11 @@
 from random import Random
 
 from async_rl.rollouts.instance.partial_rollout import PartialRollout
-from async_rl.rollouts.pool.member import Member, Request
+from async_rl.rollouts.pool.member import GroupRequest, Member
 from tests.support.members import ready_member
 
 
-def require_figures(member: Member, under_way: list[Request], num_tokens: int) -> None:
+def require_figures(member: Member, under_way: list[GroupRequest], num_tokens: int) -> None:
     assert member.requests == set(under_way)
     assert member.waiting == {request for request in under_way if request.num_tokens == 0}
     assert member.num_open == sum(len(request.partials) - request.num_ended for request in under_way)
@@ -18,11 +18,11 @@ def require_figures(member: Member, under_way: list[Request], num_tokens: int) -
 def test_open_and_waiting_requests_are_counted_whatever_happens_to_them() -> None:
     for seed in range(60):
         rng, member = Random(seed), ready_member("a")
-        under_way: list[Request] = []
+        under_way: list[GroupRequest] = []
         num_tokens = 0
         for step in range(80):
             if not under_way or rng.random() < 0.3:
-                under_way.append(Request([PartialRollout(j) for j in range(rng.randint(1, 5))], 1))
+                under_way.append(GroupRequest([PartialRollout(j) for j in range(rng.randint(1, 5))], 1))
                 member.begin(under_way[-1])
             request = rng.choice(under_way)
             more = rng.choice((0, 1, 30))

@@ -10,8 +10,8 @@ from async_rl.rollouts.instance.client import InstanceClient
 from async_rl.rollouts.instance.connections import Connections
 from async_rl.rollouts.instance.partial_rollout import PartialRollout
 from async_rl.rollouts.pool.inference_pool import InferencePool
-from async_rl.rollouts.pool.member import Member, Request
-from async_rl.rollouts.pool.membership import Membership, Standing
+from async_rl.rollouts.pool.member import GroupRequest, Member
+from async_rl.rollouts.pool.membership import InstanceEntry, Membership
 from async_rl.rollouts.pool.router import STRAGGLING, STRAGGLING_S, next_moves
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.protocol.inference import SamplingParams
@@ -24,21 +24,21 @@ DEADLINE_S = 60.0
 
 
 def member(name: str, *, pace: float | None = None) -> Member:
-    standing = Standing(f"http://{name}")
-    Membership().end_publish("v1", [standing], {standing.url: None})
-    return Member(name, InstanceClient(Connections(), standing.url, 60.0, 64), standing, response_speed=pace)
+    entry = InstanceEntry(f"http://{name}")
+    Membership().end_publish("v1", [entry], {entry.url: None})
+    return Member(name, InstanceClient(Connections(), entry.url, 60.0, 64), entry, response_speed=pace)
 
 
-def begun(at: Member, tokens_per_s: float, ago_s: float, num_moves: int = 0) -> Request:
+def begun(at: Member, tokens_per_s: float, ago_s: float, num_moves: int = 0) -> GroupRequest:
     """A request of one response that has had tokens for `ago_s` seconds."""
-    request = Request([PartialRollout(0)], 1, num_moves)
+    request = GroupRequest([PartialRollout(0)], 1, num_moves)
     at.begin(request)
     at.progress(request, 1, 0, NOW_S - ago_s)
     at.progress(request, round(tokens_per_s * ago_s), 0, NOW_S)
     return request
 
 
-def moves(*members: Member) -> list[Request]:
+def moves(*members: Member) -> list[GroupRequest]:
     return next_moves(members, lambda member: True, NOW_S)
 
 
@@ -82,8 +82,8 @@ def test_an_idle_instance_is_promised_to_one_request_only() -> None:
     assert moves(slow, idle, other) == []
 
 
-def waiting(at: Member, for_s: float, num_moves: int = 0) -> Request:
-    request = Request([PartialRollout(0)], 1, num_moves)
+def waiting(at: Member, for_s: float, num_moves: int = 0) -> GroupRequest:
+    request = GroupRequest([PartialRollout(0)], 1, num_moves)
     request.sent_s = NOW_S - for_s
     at.begin(request)
     return request

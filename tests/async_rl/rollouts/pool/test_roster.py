@@ -22,8 +22,8 @@ from async_rl.errors import (
 )
 from async_rl.rollouts.instance.partial_rollout import PartialRollout
 from async_rl.rollouts.pool.inference_pool import InferencePool
-from async_rl.rollouts.pool.member import Member, Request
-from async_rl.rollouts.pool.roster import ALIVE_S, MOST_DESCRIBED, Roster
+from async_rl.rollouts.pool.member import GroupRequest, Member
+from async_rl.rollouts.pool.roster import ALIVE_S, MAX_DESCRIBED, Roster
 
 A, B, C, D = "http://a:1", "http://b:2", "http://c:3", "http://d:4"
 
@@ -48,12 +48,12 @@ def roster(monkeypatch: pytest.MonkeyPatch) -> Roster:
 
 def serving(roster: Roster, url: str = A, boot_id: str | None = "boot-1") -> Member:
     member = roster.add(url)
-    roster._membership.end_publish("v1", [each.standing for each in roster.members], {url: boot_id})
+    roster._membership.end_publish("v1", [each.entry for each in roster.members], {url: boot_id})
     return member
 
 
 def under_way(member: Member) -> Task:
-    request = Request([PartialRollout(0)], 1)
+    request = GroupRequest([PartialRollout(0)], 1)
     task: Any = Task()
     request.task = task
     member.begin(request)
@@ -197,7 +197,7 @@ def test_why_no_instance_helps_is_told_of_each(roster: Roster) -> None:
     for number in range(1000):
         roster.add(f"http://c:{1 + number}")
     told = roster.describe("nobody").splitlines()
-    assert len(told) == 1 + MOST_DESCRIBED + 1 and told[-1] == f"  and {1002 - MOST_DESCRIBED} more"
+    assert len(told) == 1 + MAX_DESCRIBED + 1 and told[-1] == f"  and {1002 - MAX_DESCRIBED} more"
 
 
 def test_a_process_whose_place_was_taken_is_told_to_leave_when_it_returns(roster: Roster) -> None:

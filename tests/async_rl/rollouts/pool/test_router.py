@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.errors import NoInstanceLeft
 from async_rl.rollouts.instance.partial_rollout import PartialRollout
-from async_rl.rollouts.pool.member import QUEUE_S, Member, Request
+from async_rl.rollouts.pool.member import QUEUE_S, GroupRequest, Member
 from async_rl.rollouts.pool.router import MAX_PASSED_OVER, MUCH_MORE_LOADED, Cached, Router
 from tests.support.members import ready_member
 
@@ -63,7 +63,7 @@ class Load:
         avoid = {member.url for member in self.members if self.rng.random() < 0.3}
         member = await self.router.acquire(cost, self.rng.random(), "v1", num_responses=num_responses, avoid=avoid)
         assert member in self.members
-        request = Request([PartialRollout(i) for i in range(num_responses)], cost)
+        request = GroupRequest([PartialRollout(i) for i in range(num_responses)], cost)
         member.begin(request)
         try:
             await self._work(self.rng.randrange(6))
@@ -119,7 +119,7 @@ def test_an_avoided_instance_gets_it_only_where_no_other_serves() -> None:
         members = [failed, other]
         router = Router(lambda: members)
         assert await router.acquire(1, 1.0, "v1", avoid={failed.url}) is other
-        other.begin(Request([PartialRollout(0)], 1))
+        other.begin(GroupRequest([PartialRollout(0)], 1))
         waiting = asyncio.create_task(router.acquire(1, 1.0, "v1", avoid={failed.url}))
         await rest()
         assert not waiting.done(), "the other is full, but serves"
@@ -136,7 +136,7 @@ def test_as_many_as_may_be_passed_over_do_not_keep_the_next_one_from_an_instance
         failed, other = ready_member("failed"), ready_member("other", concurrency=1)
         router = Router(lambda: [failed, other])
         await router.acquire(1, 9.0, "v1", avoid={failed.url})
-        other.begin(Request([PartialRollout(0)], 1))
+        other.begin(GroupRequest([PartialRollout(0)], 1))
         num_avoiding = MAX_PASSED_OVER - 1
         avoiding = [asyncio.create_task(router.acquire(1, 5.0, "v1", avoid={failed.url})) for _ in range(num_avoiding)]
         assert await router.acquire(1, 1.0, "v1") is failed
@@ -175,7 +175,7 @@ def test_a_later_turn_goes_where_the_earlier_one_was_unless_that_is_closed_full_
         elif hindrance == "circuit":
             home.circuit.failed(1e12, 1e12, "reset")
         elif hindrance == "full":
-            home.begin(Request([PartialRollout(0), PartialRollout(1)], 1))
+            home.begin(GroupRequest([PartialRollout(0), PartialRollout(1)], 1))
         elif hindrance == "gone":
             members.remove(home)
         avoid = {home.url} if hindrance == "avoided" else set()
@@ -244,10 +244,10 @@ def test_an_instance_that_passes_over_two_requests_gets_no_third() -> None:
             await rest()
             assert task.done() == is_free
             if is_free:
-                request = Request([PartialRollout(0)], 1)
+                request = GroupRequest([PartialRollout(0)], 1)
                 member.begin(request)
                 # It has made tokens for others long after this one was sent.
-                member.heard_s = request.sent_s + 2 * QUEUE_S + 1.0
+                member.last_received_s = request.sent_s + 2 * QUEUE_S + 1.0
         task.cancel()
 
     run(scenario())
@@ -330,7 +330,7 @@ def test_thousands_of_requests_at_a_thousand_instances_are_placed_in_no_time() -
 
         async def ask(i: int) -> None:
             member = await router.acquire(100 + i % 7, float(i % 13), "v1", num_responses=4)
-            request = Request([PartialRollout(j) for j in range(4)], 100)
+            request = GroupRequest([PartialRollout(j) for j in range(4)], 100)
             member.begin(request)
             await asyncio.sleep(0.1)
             member.end(request)

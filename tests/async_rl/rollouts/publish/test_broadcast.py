@@ -98,7 +98,7 @@ def test_another_set_or_one_that_is_not_in_service_forms_a_group_anew(moves: Any
     one.dropped.clear()
     assert one.move() == fingerprint
     assert [client(member).num_joins for member in one.members] == [3, 2]
-    Membership().lost(one.members[1].standing, "it may have been started again")
+    Membership().lost(one.members[1].entry, "it may have been started again")
     assert one.move() == fingerprint
     assert [client(member).num_joins for member in one.members] == [4, 3]
 
@@ -240,7 +240,7 @@ def test_an_error_of_the_stream_itself_ends_the_wait_of_all_and_the_next_move_wo
 
 def test_an_address_without_a_route_is_dropped_before_anybody_is_invited(moves: Any) -> None:
     one = moves(None, None)
-    one.members[0].standing.url = "http://no-such-host.invalid:1"
+    one.members[0].entry.url = "http://no-such-host.invalid:1"
     assert one.move() is None
     ((member, error),) = one.dropped.items()
     assert member is one.members[0] and "no route leads to it" in str(error)

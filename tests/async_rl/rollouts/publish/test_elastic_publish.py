@@ -239,7 +239,7 @@ def test_a_bad_first_instance_does_not_end_the_wait_for_a_good_one(
         register(loop, pool, well[1])
         assert call.result(timeout=DEADLINE_S) == (well[1].url,)
     assert well[1].sums() == sums(3.0)
-    assert pool.members[0].standing.failed_publishes == 1
+    assert pool.members[0].entry.failed_publishes == 1
 
 
 def test_whatever_comes_and_goes_amid_publishes_they_end_with_an_instance_in_service_or_in_time(
@@ -298,7 +298,7 @@ def test_a_pool_in_which_nobody_answers_in_time_is_an_error(make_publisher: Make
         publish(publisher, "run-0")
     well[0].rescript(health=200)
     assert publish(publisher, "run-1") == (well[0].url,)
-    assert pool.members[0].standing.failed_publishes == 0
+    assert pool.members[0].entry.failed_publishes == 0
 
 
 def test_an_instance_given_up_has_another_chance_when_it_is_started_anew(

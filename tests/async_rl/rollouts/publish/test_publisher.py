@@ -180,7 +180,7 @@ def test_instance_that_never_recovers_is_given_up(well, make_publisher) -> None:
     before = len(well[1].seen()["calls"])
     assert publish(publisher, "run-3") == (well[0].url,)
     assert len(well[1].seen()["calls"]) == before
-    assert pool.members[1].standing.failed_publishes == 3
+    assert pool.members[1].entry.failed_publishes == 3
 
 
 @pytest.mark.parametrize("last", ["form", "wait_formed", "wait_accepted", "send"])

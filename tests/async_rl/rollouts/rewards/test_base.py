@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 
-from async_rl.rollouts.rewards.base import CORRECT_AT, LARGEST_REWARD, as_rewards, as_scores, correct_at, is_reward
+from async_rl.rollouts.rewards.base import CORRECT_AT, MAX_REWARD, as_rewards, as_scores, correct_at, is_reward
 
 
 class Scalar:
@@ -86,7 +86,7 @@ def test_an_iterator_is_read_no_further_than_it_takes_to_know() -> None:
     assert len(read) == 3
 
 
-@pytest.mark.parametrize("huge", [LARGEST_REWARD, -LARGEST_REWARD])
+@pytest.mark.parametrize("huge", [MAX_REWARD, -MAX_REWARD])
 def test_the_largest_reward_is_one_and_its_squares_are_finite(huge: float) -> None:
     assert is_reward(huge) and not is_reward(huge * 1.01) and math.isfinite(10**6 * huge**2)
 

@@ -18,7 +18,7 @@ from async_rl.config.pool_section import PoolSection
 from async_rl.rollouts.fleet.server import FleetServer
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.net import bounded_connections, bounded_site
-from async_rl.shared.net.bounded_connections import first_reserved, most_waiting
+from async_rl.shared.net.bounded_connections import first_reserved, max_waiting
 from async_rl.shared.net.bounded_http import BoundedHttp
 from async_rl.shared.net.listener import listen, url_for_others
 from tests.support import ROOT
@@ -115,7 +115,7 @@ def test_strangers_do_not_keep_others_out_however_many_they_are(
     strangers: Callable[[str, bytes], socket.socket],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bounded_connections, "most_waiting", lambda: 20)
+    monkeypatch.setattr(bounded_connections, "max_waiting", lambda: 20)
     monkeypatch.setattr(bounded_connections, "SILENCE_S", 60.0)
     where = url()
     made = []
@@ -134,7 +134,7 @@ def test_requests_that_are_being_answered_are_not_bounded(
     url: Callable[[], str], strangers: Callable[[str, bytes], socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy instance has more streams than strangers may have connections."""
-    monkeypatch.setattr(bounded_connections, "most_waiting", lambda: 2)
+    monkeypatch.setattr(bounded_connections, "max_waiting", lambda: 2)
     monkeypatch.setattr(bounded_connections, "GRACE_S", 0.0)
     for kind in (BoundedHttp, bounded_site._Connection):
         monkeypatch.setattr(kind, "waits", False)
@@ -183,7 +183,7 @@ def test_a_part_of_the_descriptors_is_for_connections_and_another_for_none(monke
         (resource.RLIM_INFINITY, 8192, endless),
     ):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, soft))
-        assert (most_waiting(), first_reserved()) == (most, first)
+        assert (max_waiting(), first_reserved()) == (most, first)
 
 
 @needs_part("dashboard")

@@ -3,14 +3,14 @@
 import pytest
 
 from async_rl.errors import RewardError
-from async_rl.shared.programs.error_text import MOST_CHARACTERS, error_text
+from async_rl.shared.programs.error_text import MAX_CHARACTERS, error_text
 from deploy.cluster.stopping import explain_end
 
 
 def test_an_error_neither_controls_the_terminal_nor_fills_it() -> None:
     text = error_text(ValueError("\x1b[31mboom\r\x07\n\tas it is: ü 😀" + "x" * 10**6 + "the end"))
     assert not set(text) & {"\x1b", "\r", "\x07"} and "boom" in text and "\n\tas it is: ü 😀" in text
-    assert text.endswith("the end") and len(text) < MOST_CHARACTERS + 100
+    assert text.endswith("the end") and len(text) < MAX_CHARACTERS + 100
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from deploy.cluster.tasks import Task, write_launch
 from tests.support import ROOT
 
 ENTRIES = (
-    *("async_rl.cli", "async_rl.trainer", "async_rl.producer.__main__", "async_rl.producer.work"),
+    *("async_rl.cli", "async_rl.trainer", "async_rl.producer.__main__", "async_rl.producer.service"),
     *(
         "async_rl.evaluation.__main__",
         "async_rl.checks.preflight.trial",

@@ -23,10 +23,10 @@ from async_rl.errors import (
     RunStopped,
 )
 from async_rl.method.types import Batch, Group, Prompt, Response, Scores
+from async_rl.producer.batch_rollout import BatchRollout, BatchStarts
 from async_rl.producer.client import RemoteRun
 from async_rl.producer.dock import Docking
 from async_rl.producer.frames import error_as_data, frame
-from async_rl.producer.running_batch import BatchStarts, RunningBatch
 from async_rl.rollouts.groups.group_maker import SingleTurns
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.rewards import Reward, make_reward
@@ -215,7 +215,7 @@ def test_groups_that_cannot_be_sent_end_the_wait_for_them(
 def test_a_batch_that_cannot_be_begun_is_the_error_that_says_why(
     instances, make_producer, monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception]
 ) -> None:
-    async def begin(message: Any) -> RunningBatch:
+    async def begin(message: Any) -> BatchRollout:
         raise error
 
     producer = make_producer(*instances({}))
@@ -226,7 +226,7 @@ def test_a_batch_that_cannot_be_begun_is_the_error_that_says_why(
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_batch_that_cannot_be_begun_is_the_error_of_every_replica_and_the_next_one_may_begin(first: int) -> None:
-    async def broken() -> RunningBatch:
+    async def broken() -> BatchRollout:
         raise ConfigError("no prompt")
 
     async def check() -> None:
@@ -423,16 +423,16 @@ def test_special_tokens_are_in_the_text_where_a_reward_asks_for_them(instances, 
 
 
 @pytest.fixture
-def batch_of(instances, make_producer, loop: EventLoopThread) -> Callable[..., RunningBatch]:
+def batch_of(instances, make_producer, loop: EventLoopThread) -> Callable[..., BatchRollout]:
     """Begins a batch of some mini-batches on the loop, for replicas that a test plays."""
-    running: list[RunningBatch] = []
+    running: list[BatchRollout] = []
 
-    def begin(docking: Docking, *sizes: int, reward: Reward | None = None, **script: Any) -> RunningBatch:
+    def begin(docking: Docking, *sizes: int, reward: Reward | None = None, **script: Any) -> BatchRollout:
         producer = make_producer(*instances({"delay_s": 0.01, **script}), reward=reward)
 
-        async def start() -> RunningBatch:
+        async def start() -> BatchRollout:
             parts = batch(sum(sizes)).split(len(sizes))
-            return RunningBatch(producer.maker, parts, "v1", docking)
+            return BatchRollout(producer.maker, parts, "v1", docking)
 
         running.append(loop.run(start()))
         return running[-1]
@@ -447,7 +447,7 @@ async def next_message(messages: AsyncIterator[Any]) -> dict[str, Any]:
     return message
 
 
-async def drained(running: RunningBatch, replica: int, ends: int) -> list[list[int]]:
+async def drained(running: BatchRollout, replica: int, ends: int) -> list[list[int]]:
     """What a replica got of each mini-batch; it trains each group at once."""
     found: list[list[int]] = [[]]
     messages = running.messages(replica)
@@ -476,7 +476,7 @@ def test_replicas_share_each_mini_batch_and_learn_of_its_end(batch_of, loop: Eve
 
 
 def test_what_waits_in_the_dock_stays_there_when_all_rollouts_have_ended(batch_of, loop: EventLoopThread) -> None:
-    running = batch_of(Docking(2, most_ahead=1), 8)
+    running = batch_of(Docking(2, max_ahead=1), 8)
 
     async def slowly() -> list[list[list[int]]]:
         while not running._task.done():

@@ -45,11 +45,11 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TurnContext:
     """What to sample after; `parent` is the turn whose messages it continues, None for token ids or another history.
 
     `base` is the beginning of the context that its response will follow in the trainer. Where the engine computes in
-    exactly the trainer's order, it has to be known before; None leaves it to `Recorder.responses`.
+    exactly the trainer's order, it has to be known before; None leaves it to `TurnTree.responses`.
     """
 
     context: TokenIds
@@ -95,7 +95,7 @@ class TurnNode:
         return path[::-1]
 
 
-class Recorder:
+class TurnTree:
     """The recorded turns of one rollout."""
 
     def __init__(self, renderer: Renderer) -> None:
@@ -113,7 +113,7 @@ class Recorder:
         """Of all turns and what they were sampled after, shared ones once."""
         return sum(len(node.own) for node in self._turns)
 
-    def request(self, conversation: Conversation, tools: Sequence[Tool] | None = None) -> Request:
+    def request(self, conversation: Conversation, tools: Sequence[Tool] | None = None) -> TurnContext:
         """The tokens of a conversation: recorded ones as far as it was recorded, and only new messages rendered.
 
         Where the history is none that was recorded, or the new messages change how it is rendered (a template that
@@ -132,11 +132,11 @@ class Recorder:
             bridged, said = self._renderer.bridge(context, sampled, earlier, after, tools) or nothing
             if bridged[: len(context + sampled)] == context + sampled:
                 messages = (*earlier[:-1], said, *after)
-                return Request(bridged, Conversation(messages, conversation.keys, conversation.tools), parent)
-        return Request(self._renderer.render(conversation.messages, tools), conversation)
+                return TurnContext(bridged, Conversation(messages, conversation.keys, conversation.tools), parent)
+        return TurnContext(self._renderer.render(conversation.messages, tools), conversation)
 
     def add(
-        self, request: Request, response: Response, message: Message | None = None, number: int | None = None
+        self, request: TurnContext, response: Response, message: Message | None = None, number: int | None = None
     ) -> TurnNode:
         """Records a delivered turn; `message` is what the policy said, as the client saw it.
 

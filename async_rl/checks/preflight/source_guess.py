@@ -33,7 +33,7 @@ MIN_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class FirstLook:
+class SourceGuess:
     """What a source seems to be. `num_rows` counts up to `NUM_ROWS`; `longest_prompt` is a prompt's text.
 
     `columns` are those that the `prompts` section has to have. `reward` is None if no column has answers. `seen`
@@ -49,7 +49,7 @@ class FirstLook:
     has_messages: bool = False
 
 
-def look_at_source(source: str, prompt_column: str | None = None) -> FirstLook:
+def guess_source(source: str, prompt_column: str | None = None) -> SourceGuess:
     """Reads the first rows of `source`, a value of prompts.source; `prompt_column` is known already, if given.
 
     Raises:
@@ -82,7 +82,7 @@ def look_at_source(source: str, prompt_column: str | None = None) -> FirstLook:
     return _look_at_columns(rows, names, prompt)
 
 
-def _look_at_columns(rows: Sequence[Row], names: tuple[str, ...], prompt: str) -> FirstLook:
+def _look_at_columns(rows: Sequence[Row], names: tuple[str, ...], prompt: str) -> SourceGuess:
     answer = next((name for name in ANSWER_COLUMNS if name != prompt and rows[0].get(name) not in (None, "")), None)
     columns = {} if prompt == "prompt" else {"prompt": prompt}
     if answer is not None and answer not in ("answer", "answers", "answerKey"):
@@ -99,7 +99,7 @@ def _look(
     columns: dict[str, str],
     reward: str | None,
     seen: str,
-) -> FirstLook:
+) -> SourceGuess:
     """`prompt` is the column that has the prompts."""
     texts = [_text_of(row.get(prompt)) for row in rows]
     for number, text in enumerate(texts):
@@ -108,7 +108,7 @@ def _look(
                 f"row {number} of the data has half of a letter in its prompt (a lone surrogate, such as "
                 '"\\ud800"), which is no text: correct it'
             )
-    return FirstLook(
+    return SourceGuess(
         num_rows=len(rows),
         longest_prompt=max(texts, key=len),
         columns=columns,

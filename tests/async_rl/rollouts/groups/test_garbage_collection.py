@@ -1,6 +1,6 @@
 import gc
 
-from async_rl.rollouts.groups.garbage import NEVER, YOUNG, Collections
+from async_rl.rollouts.groups.garbage_collection import NEVER, YOUNG, Collections
 
 
 def num_full() -> int:

@@ -3,7 +3,7 @@ import pytest
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.method.types import Prompt
-from async_rl.rollouts.groups.prompt_room import require_len
+from async_rl.rollouts.groups.prompt_length import require_len
 
 PROMPT = Prompt("row-7", (1, 2, 3), {})
 

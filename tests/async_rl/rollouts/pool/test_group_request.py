@@ -3,14 +3,14 @@
 import pytest
 
 from async_rl.rollouts.instance.partial_rollout import PartialRollout
-from async_rl.rollouts.pool.member import Member, Request
+from async_rl.rollouts.pool.member import GroupRequest, Member
 from tests.support.members import ready_member
 
 
-def begun(num_partials: int, num_tokens: int, num_before: int = 0) -> tuple[Member, Request]:
+def begun(num_partials: int, num_tokens: int, num_before: int = 0) -> tuple[Member, GroupRequest]:
     partials = [PartialRollout(j) for j in range(num_partials)]
     partials[0].token_ids.extend([5] * num_before)
-    member, request = ready_member("a"), Request(partials, 1)
+    member, request = ready_member("a"), GroupRequest(partials, 1)
     member.begin(request)
     member.progress(request, num_tokens, 0, 100.0)
     return member, request

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import ProcessFailed, RestartsExhausted
-from deploy.cluster.kept_process import ENDED, KeptProcess
 from deploy.cluster.process import Process
 from deploy.cluster.restarts import Restarts
+from deploy.cluster.supervised_process import ENDED, SupervisedProcess
 from deploy.local.processes import Deployment
 
 pytestmark = pytest.mark.distributed
@@ -25,14 +25,14 @@ def deployment() -> Iterator[Deployment]:
         yield deployment
 
 
-def keep(deployment: Deployment, tmp_path: Path, code: str, limit: int = 2, trained: int = 0) -> KeptProcess:
+def keep(deployment: Deployment, tmp_path: Path, code: str, limit: int = 2, trained: int = 0) -> SupervisedProcess:
     """The program `code`, which finds the words of its command in `sys.argv`."""
     process = Process("trainer", "trainer", (sys.executable, "-c", code), tmp_path / "log")
     restarts = Restarts(limit, DELAY_S)
-    return KeptProcess(deployment.start(process), deployment.start, restarts, lambda: trained, ("--again",))
+    return SupervisedProcess(deployment.start(process), deployment.start, restarts, lambda: trained, ("--again",))
 
 
-def follow(kept: KeptProcess) -> list[str]:
+def follow(kept: SupervisedProcess) -> list[str]:
     """What happens until it has ended."""
     events = []
     deadline = time.monotonic() + WAIT_S

@@ -24,11 +24,11 @@ from async_rl.evaluation.sets import load_sets
 from async_rl.method.group_proof import GroupProof
 from async_rl.method.proof.gap_limits import noise_limits, noise_scale
 from async_rl.method.types import Batch, Group, Prompt, Publication
+from async_rl.producer.batch_rollout import BatchRollout, BatchStarts
 from async_rl.producer.client import MAX_IDLE_WORK_S, publication_of
 from async_rl.producer.dock import Docking
-from async_rl.producer.frames import Message
-from async_rl.producer.running_batch import BatchStarts, RunningBatch
-from async_rl.records.recorder import IterationRecord, Recorder
+from async_rl.producer.frames import Carry, Message
+from async_rl.records.recorder import IterationRecord, RunRecorder
 from async_rl.records.records import ROLLOUTS
 from async_rl.records.samples import NUM_GROUPS, FirstGroups
 from async_rl.records.throughput import ModelSize, TrainingPool
@@ -40,7 +40,7 @@ from async_rl.rollouts.fleet.dns import DnsMembership
 from async_rl.rollouts.fleet.orders import ORDERS_FILE, Orders
 from async_rl.rollouts.fleet.server import FleetServer
 from async_rl.rollouts.groups.group_maker import GroupMaker
-from async_rl.rollouts.groups.prompt_room import require_len
+from async_rl.rollouts.groups.prompt_length import require_len
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.publish.admission import Admission
 from async_rl.rollouts.publish.canary import Canary
@@ -66,11 +66,8 @@ CLOSE_TIMEOUT_S = 30.0
 
 log = logging.getLogger(__name__)
 
-Ask = Callable[[str, Sequence[Any]], Any]
-"""Has the main rank do something while it waits for a publish: (name, arguments) -> plain result."""
 
-
-class Work:
+class ProducerService:
     """
     Args:
         closing: closes what is opened, in reverse order.
@@ -105,7 +102,7 @@ class Work:
         self._reward: Reward
         self._prompts: PromptSource
         self._maker: GroupMaker
-        self._recorder: Recorder
+        self._recorder: RunRecorder
         self._publisher: Publisher | None = None
         self._evaluator: Evaluator | None = None
         self._docking = Docking()
@@ -162,7 +159,7 @@ class Work:
         loop.run(self._maker.start(), START_TIMEOUT_S)
         # Collections of garbage stop all rollouts: what has been made until now stays, and is not looked at again.
         gc.freeze()
-        self._recorder = Recorder(
+        self._recorder = RunRecorder(
             config.run.dir,
             config.train.num_iterations,
             server.metrics.note,
@@ -177,7 +174,7 @@ class Work:
         self._closing.callback(self._recorder.close)
         return server.port
 
-    def publish(self, version: str, ask: Ask) -> Publication:
+    def publish(self, version: str, ask: Carry) -> Publication:
         """Puts the trainer's weights in service as `version`; `ask` has its main rank send them.
 
         Raises:
@@ -218,7 +215,7 @@ class Work:
 
     # Rollouts, on the event loop
 
-    async def start_batch(self, replica: int, message: Message) -> RunningBatch:
+    async def start_batch(self, replica: int, message: Message) -> BatchRollout:
         """The running batch that a replica's message asks for.
 
         Raises:
@@ -226,11 +223,11 @@ class Work:
         """
         return await self._batches.of(replica, message["start"], partial(self._start_batch, message))
 
-    async def _start_batch(self, message: Message) -> RunningBatch:
+    async def _start_batch(self, message: Message) -> BatchRollout:
         iteration, self._rolled_out = message["start"], []
         # Rows are read from disk: the loop goes on meanwhile.
         parts = await asyncio.to_thread(lambda: list(map(self._find, message["mini_batches"])))
-        return RunningBatch(
+        return BatchRollout(
             self._maker,
             [Batch(iteration, prompts, message["first_reserve"]) for prompts in parts],
             message["version"],

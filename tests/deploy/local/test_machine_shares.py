@@ -9,7 +9,7 @@ from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from deploy.local.machine import Machine
-from deploy.local.share import MAX_THREADS, Share, share_out
+from deploy.local.machine_shares import MAX_THREADS, Share, share_out
 
 TREE: dict[str, Any] = {
     "run": {"dir": "runs/one"},

@@ -1,4 +1,4 @@
-"""The recorder against a plain account of generated histories: what was sampled is labelled once, and as it was."""
+"""The turn_tree against a plain account of generated histories: what was sampled is labelled once, and as it was."""
 
 import random
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ import pytest
 from async_rl.method.types import Response, WeightSpan
 from async_rl.rollouts.agents.known_rendering import make_known_renderer
 from async_rl.rollouts.agents.messages import InvalidRequest, normalized
-from async_rl.rollouts.agents.recorder import Conversation, Recorder, Request
 from async_rl.rollouts.agents.rendering import Renderer, TemplateRenderer, make_renderer
+from async_rl.rollouts.agents.turn_tree import Conversation, TurnContext, TurnTree
 from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.groups import make_response
 
@@ -71,7 +71,7 @@ class Account:
 def test_any_tree_of_token_turns_is_labelled_once_and_exactly() -> None:
     chance = random.Random(0)
     for _ in range(300):
-        recorder, account = Recorder(None), Account()  # type: ignore[arg-type]
+        turn_tree, account = TurnTree(None), Account()  # type: ignore[arg-type]
         numbers = count(100)
         prompt = tuple(chance.randrange(5) for _ in range(chance.randrange(1, 4)))
         contexts = [prompt, prompt, (*prompt, 7), (3,)]
@@ -79,11 +79,11 @@ def test_any_tree_of_token_turns_is_labelled_once_and_exactly() -> None:
             context = chance.choice(contexts)
             # Unique tokens, so that a turn can be told from any other.
             sampled = tuple(next(numbers) for _ in range(chance.randrange(1, 4)))
-            recorder.add(Request(context), response(sampled))
+            turn_tree.add(TurnContext(context), response(sampled))
             account.turns.append((context, sampled))
             whole = context + sampled
             contexts += [whole, (*whole, chance.randrange(5)), (*whole, 1, 2), whole[:-1]]
-        account.check(recorder.responses(prompt), prompt)
+        account.check(turn_tree.responses(prompt), prompt)
 
 
 def test_the_order_in_which_turns_arrive_does_not_matter() -> None:
@@ -93,40 +93,40 @@ def test_the_order_in_which_turns_arrive_does_not_matter() -> None:
         turns += [((1, 2, 10, 5), (20,)), ((1, 2, 11), (21, 22)), ((9,), (23,))]
         told = set()
         for _ in range(3):
-            recorder = Recorder(None)  # type: ignore[arg-type]
+            turn_tree = TurnTree(None)  # type: ignore[arg-type]
             chance.shuffle(turns)
             # A turn is recorded after the one that it continues.
             for context, sampled in sorted(turns, key=lambda turn: len(turn[0])):
-                recorder.add(Request(context), response(sampled))
-            told.add(recorder.responses((1, 2)))
+                turn_tree.add(TurnContext(context), response(sampled))
+            told.add(turn_tree.responses((1, 2)))
         assert len(told) == 1
 
 
 def test_responses_follow_the_groups_prompt_where_they_begin_with_it() -> None:
-    recorder = Recorder(None)  # type: ignore[arg-type]
+    turn_tree = TurnTree(None)  # type: ignore[arg-type]
     for context in [(1, 2), (1, 2, 3), (4, 5)]:
-        recorder.add(Request(context), response((100 + len(context),)))
-    longer, plain, other = recorder.responses((1, 2))
+        turn_tree.add(TurnContext(context), response((100 + len(context),)))
+    longer, plain, other = turn_tree.responses((1, 2))
     assert (plain.prompt_ids, plain.token_ids, plain.observed) == (None, (102,), ())
     assert (longer.prompt_ids, longer.token_ids, longer.observed) == (None, (3, 103), ((0, 1),))
     assert (other.prompt_ids, other.token_ids, other.observed) == ((4, 5), (102,), ())
 
 
 def test_spans_of_several_versions_cover_sampled_tokens_only() -> None:
-    recorder = Recorder(None)  # type: ignore[arg-type]
-    recorder.add(Request((1,)), response((2, 3)))
-    recorder.add(Request((1, 2, 3, 4, 5)), response((6,)))
-    recorder.add(Request((1, 2, 3, 4, 5, 6)), response((7,), version="v2"))
-    (whole,) = recorder.responses((1,))
+    turn_tree = TurnTree(None)  # type: ignore[arg-type]
+    turn_tree.add(TurnContext((1,)), response((2, 3)))
+    turn_tree.add(TurnContext((1, 2, 3, 4, 5)), response((6,)))
+    turn_tree.add(TurnContext((1, 2, 3, 4, 5, 6)), response((7,), version="v2"))
+    (whole,) = turn_tree.responses((1,))
     assert whole.weight_spans == (WeightSpan("v1", 0, 3), WeightSpan("v2", 3, 4))
     assert whole.observed == ((2, 4),) and whole.weight_versions == {"v1", "v2"}
 
 
 def say(
-    recorder: Recorder, renderer: Renderer, tokenizer: Any, messages: list[Any], text: str, tools: Any = None
+    turn_tree: TurnTree, renderer: Renderer, tokenizer: Any, messages: list[Any], text: str, tools: Any = None
 ) -> Any:
     """One turn in which the policy says `text`; returns its message."""
-    request = recorder.request(Conversation.of(messages, tools), tools)
+    request = turn_tree.request(Conversation.of(messages, tools), tools)
     sampled = tuple(tokenizer([text + "<|im_end|>"], add_special_tokens=False)["input_ids"][0])
     message, calls = renderer.parse(request.context, sampled, tools)
     if calls:
@@ -134,20 +134,20 @@ def say(
             {"id": f"call_{i}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for i, call in enumerate(calls)
         ]
-    recorder.add(request, response(sampled), message)
+    turn_tree.add(request, response(sampled), message)
     return message
 
 
 def test_random_conversations_keep_their_tokens(renderer: Renderer, tokenizer: Any) -> None:
     chance = random.Random(2)
     for _ in range(40):
-        recorder, account = Recorder(renderer), Account()
+        turn_tree, account = TurnTree(renderer), Account()
         histories: list[list[Any]] = [[{"role": "user", "content": "hi"}]]
         for number in range(chance.randrange(1, 8)):
             messages = list(chance.choice(histories))
             text = f"Number {number}" + chance.choice(["", " ", ".", "\n"])
-            message = say(recorder, renderer, tokenizer, messages, text)
-            node = recorder.turns[-1]
+            message = say(turn_tree, renderer, tokenizer, messages, text)
+            node = turn_tree.turns[-1]
             before = tuple(chain.from_iterable(n.own for n in node.path))
             account.turns.append((before[: -len(node.response.token_ids)], node.response.token_ids))
             user = {"role": "user", "content": chance.choice(["go on", "why"])}
@@ -155,55 +155,55 @@ def test_random_conversations_keep_their_tokens(renderer: Renderer, tokenizer: A
             # As clients send it back: other spacing, nulls, no reasoning.
             trimmed = {"role": "assistant", "content": message["content"].strip(), "tool_calls": None}
             histories.append([*messages, trimmed, user])
-        account.check(recorder.responses((5,)), (5,))
+        account.check(turn_tree.responses((5,)), (5,))
 
 
 def test_a_history_that_only_grows_is_one_response(renderer: Renderer, tokenizer: Any) -> None:
-    recorder = Recorder(renderer)
+    turn_tree = TurnTree(renderer)
     messages: list[Any] = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}]
     for number in range(5):
-        message = say(recorder, renderer, tokenizer, messages, f"word {number}")
+        message = say(turn_tree, renderer, tokenizer, messages, f"word {number}")
         messages += [
             {**message, "content": f" {message['content']}", "refusal": None},
             {"role": "user", "content": "on"},
         ]
-    (whole,) = recorder.responses(())
+    (whole,) = turn_tree.responses(())
     assert tokenizer.decode([*(whole.prompt_ids or ()), *whole.token_ids]).count("<|im_start|>assistant") == 5
     assert len(whole.observed) == (4 if whole.prompt_ids else 5)
 
 
 def test_a_changed_history_is_a_branch_and_its_first_part_is_labelled_once(renderer: Renderer, tokenizer: Any) -> None:
-    recorder = Recorder(renderer)
+    turn_tree = TurnTree(renderer)
     first: list[Any] = [{"role": "user", "content": "hi"}]
-    message = say(recorder, renderer, tokenizer, first, "one")
+    message = say(turn_tree, renderer, tokenizer, first, "one")
     on = [*first, message, {"role": "user", "content": "a"}]
-    say(recorder, renderer, tokenizer, on, "two")
-    say(recorder, renderer, tokenizer, [*first, message, {"role": "user", "content": "b"}], "three")
-    say(recorder, renderer, tokenizer, [{"role": "user", "content": "other"}], "four")
-    responses = recorder.responses(())
+    say(turn_tree, renderer, tokenizer, on, "two")
+    say(turn_tree, renderer, tokenizer, [*first, message, {"role": "user", "content": "b"}], "three")
+    say(turn_tree, renderer, tokenizer, [{"role": "user", "content": "other"}], "four")
+    responses = turn_tree.responses(())
     assert len(responses) == 3
     assert sum(response.num_sampled for response in responses) == len("onetwothreefour") + 4
 
 
 def test_old_thinking_stays_with_a_known_renderer(tokenizer: Any) -> None:
     renderer = make_renderer("qwen3", tokenizer, "a model")
-    recorder = Recorder(renderer)
+    turn_tree = TurnTree(renderer)
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     for number in range(3):
-        message = say(recorder, renderer, tokenizer, messages, f"<think>\nhm {number}\n</think>\n\nword")
+        message = say(turn_tree, renderer, tokenizer, messages, f"<think>\nhm {number}\n</think>\n\nword")
         assert message["reasoning_content"] == f"hm {number}" and message["content"] == "word"
         messages += [{"role": "assistant", "content": "word"}, {"role": "user", "content": "go on"}]
-    (whole,) = recorder.responses(())
+    (whole,) = turn_tree.responses(())
     assert "hm 0" in tokenizer.decode(whole.token_ids)
 
 
 def test_calls_of_tools_are_parsed_and_compared_by_what_they_say(tokenizer: Any) -> None:
     for name in ("qwen3", "template"):
         renderer = make_renderer(name, tokenizer, "a model")
-        recorder = Recorder(renderer)
+        turn_tree = TurnTree(renderer)
         text = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
         messages: list[Any] = [{"role": "user", "content": "1 + 2"}]
-        message = say(recorder, renderer, tokenizer, messages, text, TOOLS)
+        message = say(turn_tree, renderer, tokenizer, messages, text, TOOLS)
         (call,) = message["tool_calls"]
         assert call["function"]["name"] == "add" and '"a": 1' in call["function"]["arguments"]
         echoed = {
@@ -212,19 +212,19 @@ def test_calls_of_tools_are_parsed_and_compared_by_what_they_say(tokenizer: Any)
             "tool_calls": [{**call, "function": {"name": "add", "arguments": '{"b":2,"a":1}'}}],
         }
         result = {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "3"}]}
-        request = recorder.request(Conversation.of([*messages, echoed, result], TOOLS), TOOLS)
+        request = turn_tree.request(Conversation.of([*messages, echoed, result], TOOLS), TOOLS)
         if name == "qwen3":
-            assert request.parent is recorder.turns[0]
-        changed = recorder.request(Conversation.of([*messages, echoed, result], []), [])
+            assert request.parent is turn_tree.turns[0]
+        changed = turn_tree.request(Conversation.of([*messages, echoed, result], []), [])
         assert changed.parent is None, "other tools, another history"
 
 
 def test_the_policy_may_write_any_number_of_brackets(renderer: Renderer, tokenizer: Any) -> None:
-    recorder = Recorder(renderer)
+    turn_tree = TurnTree(renderer)
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     text = '<tool_call>\n{"name": "add", "arguments": "%s"}\n</tool_call>' % ("[" * 5000)
-    message = say(recorder, renderer, tokenizer, messages, text, TOOLS)
-    request = recorder.request(Conversation.of([*messages, message, {"role": "tool", "content": "no"}], TOOLS), TOOLS)
+    message = say(turn_tree, renderer, tokenizer, messages, text, TOOLS)
+    request = turn_tree.request(Conversation.of([*messages, message, {"role": "tool", "content": "no"}], TOOLS), TOOLS)
     assert len(request.context) > 5000
 
 
@@ -232,8 +232,8 @@ def test_the_policy_may_write_any_number_of_brackets(renderer: Renderer, tokeniz
     "text", ['<tool_call>{"name": "add", "argu</tool_call>', '<tool_call>{"name": "add"', "<tool_call>[1]</tool_call>"]
 )
 def test_a_call_that_cannot_be_made_is_shown_as_it_was_said(renderer: Renderer, tokenizer: Any, text: str) -> None:
-    recorder = Recorder(renderer)
-    message = say(recorder, renderer, tokenizer, [{"role": "user", "content": "hi"}], text, TOOLS)
+    turn_tree = TurnTree(renderer)
+    message = say(turn_tree, renderer, tokenizer, [{"role": "user", "content": "hi"}], text, TOOLS)
     assert "tool_calls" not in message
     assert text in message["content"]
 
@@ -258,14 +258,14 @@ def test_what_was_sampled_otherwise_than_it_would_be_encoded_is_never_encoded_ag
     end = tokenizer.eos_token_id
     for renderer in (TemplateRenderer(tokenizer), make_known_renderer("qwen3", tokenizer, "a model")):
         assert renderer is not None
-        recorder = Recorder(renderer)
+        turn_tree = TurnTree(renderer)
         messages: list[Any] = [{"role": "user", "content": "hi"}]
-        request = recorder.request(Conversation.of(messages))
+        request = turn_tree.request(Conversation.of(messages))
         sampled = (letter, letter, end)
         message, _ = renderer.parse(request.context, sampled, None)
         assert message["content"] == "zz"
-        recorder.add(request, response(sampled), message)
-        following = recorder.request(Conversation.of([*messages, message, {"role": "user", "content": "zz"}]))
+        turn_tree.add(request, response(sampled), message)
+        following = turn_tree.request(Conversation.of([*messages, message, {"role": "user", "content": "zz"}]))
         assert following.context[: len(request.context) + 3] == request.context + sampled
         assert pair in following.context[len(request.context) + 3 :], "the new message is encoded as usual"
 
@@ -274,12 +274,12 @@ def test_a_template_that_rewrites_history_makes_branches_and_never_wrong_tokens(
     forgets = "{% for m in messages %}{{ m.role }}{% if loop.last %}: {{ m.content }}{% endif %}\n{% endfor %}"
     tokenizer = make_chat_tokenizer(tmp_path, template=forgets)
     renderer = make_renderer("template", tokenizer, "a model")
-    recorder = Recorder(renderer)
+    turn_tree = TurnTree(renderer)
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     for number in range(3):
-        message = say(recorder, renderer, tokenizer, messages, f"word {number}")
+        message = say(turn_tree, renderer, tokenizer, messages, f"word {number}")
         messages += [message, {"role": "user", "content": "on"}]
-    assert len(recorder.responses(())) == 3
+    assert len(turn_tree.responses(())) == 3
 
 
 @pytest.mark.parametrize(
@@ -304,4 +304,4 @@ def test_malformed_messages_are_refused(messages: Any) -> None:
 @pytest.mark.parametrize("tools", [5, ["add"], {"add": 1}])
 def test_malformed_tools_are_refused(renderer: Renderer, tools: Any) -> None:
     with pytest.raises(InvalidRequest):
-        Recorder(renderer).request(Conversation.of([{"role": "user", "content": "hi"}], tools), tools)
+        TurnTree(renderer).request(Conversation.of([{"role": "user", "content": "hi"}], tools), tools)

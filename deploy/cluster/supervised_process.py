@@ -16,7 +16,7 @@ State = Literal["running", "waiting", "done", "failed"]
 ENDED: Final = ("done", "failed")
 
 
-class KeptProcess:
+class SupervisedProcess:
     """A process that is started again when it died; `failure` is the error to raise once it has failed.
 
     Args:

@@ -20,7 +20,7 @@ LONG = 2**15
 Result = TypeVar("Result")
 
 
-class Turnstile:
+class TextExecutor:
     def __init__(self) -> None:
         self._loop_lock = asyncio.Lock()
         self._thread_lock = asyncio.Lock()

@@ -8,7 +8,7 @@ unfinished iteration are discarded.
 
 A run that another trainer has taken over saves nothing: its last checkpoint is the other one's.
 
-After a failure that can be mended in place (`recovery.py`) the run goes on: `confer`, then `go_on`.
+After a failure that can be mended in place (`recovery.py`) the run goes on: `gather_after`, then `resume_run`.
 
 If any of this hangs, on a lost rank or a file system, a thread ends the process after `checkpoint.grace_s`, with the
 exit code of the error that ended the run if a restart would not mend that.
@@ -42,37 +42,37 @@ same."""
 EXIT_CODE = 1
 
 
-class Ending:
-    """One rank's part in the ending."""
+class Shutdown:
+    """One rank's part in the shutdown."""
 
     def __init__(self, parallel: Parallel, stop: StopSignal, grace_s: float) -> None:
         self._parallel = parallel
         self._stop = stop
         self._grace_s = grace_s
         self._store = dist.PrefixStore("async-rl", _get_default_store())
-        self._key = f"ending/{next(_numbers)}"
+        self._key = f"shutdown/{next(_numbers)}"
         self._together = False
         self._phase = "ending"
         self._error: AsyncRLError | None = None
         self._watchdog: threading.Timer | None = None
 
     @property
-    def told(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether this rank was requested to end."""
-        return self._stop.told
+        return self._stop.is_requested
 
-    def tell(self) -> None:
+    def announce_stop(self) -> None:
         """Notifies all leaders if this rank was requested to end."""
-        if self._stop.told:
+        if self._stop.is_requested:
             self._post(self._stopped())
 
     def watch(self) -> None:
-        """Checks for an ending; leaders call it before each window and regularly while they wait for rollouts.
+        """Checks for a shutdown; leaders call it before each window and regularly while they wait for rollouts.
 
         Raises:
             RunStopped, LeaderFailed: a rank was requested to end, or failed.
         """
-        self.tell()
+        self.announce_stop()
         if self._store.check([self._key]):
             raise _error(self._store.get(self._key).decode())
 
@@ -82,13 +82,13 @@ class Ending:
         Raises:
             RunStopped, LeaderFailed: on all ranks.
         """
-        said = self._stopped() if may_stop and self._stop.told else None
+        said = self._stopped() if may_stop and self._stop.is_requested else None
         found = [text for text in self._parallel.gather_json(said) if text]
         self._together = True
         if found:
             raise _error(found[0])
 
-    def part(self) -> None:
+    def separate(self) -> None:
         """Until the next `meet` a rank may fail alone; from `meet` to this call, failures are on all ranks."""
         self._together = False
 
@@ -101,7 +101,7 @@ class Ending:
         """
         self.meet(may_stop=False)
         yield
-        self.part()
+        self.separate()
 
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
@@ -123,7 +123,7 @@ class Ending:
         finally:
             self._stop.deferred = False
 
-    def confer(self, error: AsyncRLError, said: T) -> list[T]:
+    def gather_after(self, error: AsyncRLError, said: T) -> list[T]:
         """Waits for all ranks after this one's `error`, within the time limit; returns what each of them has `said`.
 
         The others have an error by then, too. `said` is plain data.
@@ -136,13 +136,13 @@ class Ending:
         self._meet_failed(error)
         return self._parallel.gather_json(said)
 
-    def go_on(self) -> None:
-        """Ends the time limit, and forgets what failed. All ranks call it, together, and stay so until `part`."""
+    def resume_run(self) -> None:
+        """Ends the time limit, and forgets what failed. All ranks call it, together, and stay so until `separate`."""
         self.close()
         self._error, self._phase = None, "ending"
-        self._key = f"ending/{next(_numbers)}"
+        self._key = f"shutdown/{next(_numbers)}"
 
-    def led(self, work: Callable[[], Any] | None) -> Any:
+    def on_main_rank(self, work: Callable[[], Any] | None) -> Any:
         """What `work` of the main rank returns, as plain data; the other ranks wait for it. All are together.
 
         Raises:

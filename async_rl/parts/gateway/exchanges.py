@@ -43,7 +43,7 @@ class Exchange:
     timer: asyncio.TimerHandle | None = None
 
 
-class Line:
+class Exchanges:
     """Serves the requests of one rollout until it is closed."""
 
     def __init__(self, session: RolloutSession) -> None:
@@ -76,8 +76,8 @@ class Line:
         A request is a new one, unless its client says that it sends it again or the same one has lost its clients.
         """
         exchange = self._exchanges.get(digest)
-        forsaken = exchange is not None and not exchange.num_clients and not exchange.arrived
-        if exchange is None or not (is_retry or forsaken):
+        abandoned = exchange is not None and not exchange.num_clients and not exchange.arrived
+        if exchange is None or not (is_retry or abandoned):
             generating = self._session.generate(
                 messages=request.messages,
                 tools=request.tools,
@@ -136,7 +136,7 @@ class Line:
         """A client has its answer, or has gone without it."""
         exchange.num_clients -= 1
         if exchange in self._open and not exchange.num_clients:
-            self._later(exchange, self._end_if_forsaken)
+            self._later(exchange, self._end_if_abandoned)
 
     def close(self) -> None:
         """Ends what nobody has got; nothing of it is trained."""
@@ -163,7 +163,7 @@ class Line:
             exchange.timer.cancel()
         exchange.timer = asyncio.get_running_loop().call_later(RETRY_GRACE_S, act, exchange)
 
-    def _end_if_forsaken(self, exchange: Exchange) -> None:
+    def _end_if_abandoned(self, exchange: Exchange) -> None:
         if exchange in self._open and not exchange.num_clients:
             self._end(exchange)
 

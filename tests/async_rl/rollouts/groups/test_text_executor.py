@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-from async_rl.rollouts.groups.turnstile import LONG, Turnstile
+from async_rl.rollouts.groups.text_executor import LONG, TextExecutor
 
 
 def test_long_work_is_done_in_a_thread_and_short_work_on_the_loop() -> None:
     async def idents() -> list[object]:
-        turnstile = Turnstile()
-        return [await turnstile.run(threading.get_ident, size) for size in (0, LONG - 1, LONG)]
+        text_executor = TextExecutor()
+        return [await text_executor.run(threading.get_ident, size) for size in (0, LONG - 1, LONG)]
 
     here = threading.get_ident()
     assert [ident == here for ident in asyncio.run(idents())] == [True, True, False]
@@ -20,10 +20,10 @@ def test_long_work_is_done_in_a_thread_and_short_work_on_the_loop() -> None:
 @pytest.mark.parametrize("size", [0, LONG])
 def test_an_error_of_the_work_reaches_who_asked_and_others_enter(size: int) -> None:
     async def fail() -> object:
-        turnstile = Turnstile()
+        text_executor = TextExecutor()
         with pytest.raises(ZeroDivisionError):
-            await turnstile.run(lambda: 1 / 0, size)
-        return await turnstile.run(lambda: "done", size)
+            await text_executor.run(lambda: 1 / 0, size)
+        return await text_executor.run(lambda: "done", size)
 
     assert asyncio.run(fail()) == "done"
 
@@ -38,14 +38,14 @@ def test_long_work_that_nobody_waits_for_any_more_keeps_other_out_until_it_has_e
         steps.append("ended")
 
     async def run() -> None:
-        turnstile = Turnstile()
-        first = asyncio.create_task(turnstile.run(slow, LONG))
+        text_executor = TextExecutor()
+        first = asyncio.create_task(text_executor.run(slow, LONG))
         while not steps:
             await asyncio.sleep(0.001)
         for _ in range(num_cancels):
             first.cancel()
             await asyncio.sleep(0.01)
-        second = asyncio.create_task(turnstile.run(lambda: steps.append("second"), LONG))
+        second = asyncio.create_task(text_executor.run(lambda: steps.append("second"), LONG))
         await asyncio.sleep(0.05)
         assert steps == ["begun"]
         may_end.set()
@@ -63,15 +63,15 @@ def test_one_that_is_cancelled_before_its_turn_does_nothing(size: int) -> None:
     done: list[str] = []
 
     async def run() -> None:
-        turnstile = Turnstile()
-        async with turnstile.entered():
-            before = asyncio.create_task(turnstile.run(lambda: may_end.wait(60), LONG))
-            waiting = asyncio.create_task(turnstile.run(lambda: done.append("work"), size))
+        text_executor = TextExecutor()
+        async with text_executor.entered():
+            before = asyncio.create_task(text_executor.run(lambda: may_end.wait(60), LONG))
+            waiting = asyncio.create_task(text_executor.run(lambda: done.append("work"), size))
             await asyncio.sleep(0.01)
             waiting.cancel()
         may_end.set()
         await asyncio.gather(before, waiting, return_exceptions=True)
-        await turnstile.run(lambda: done.append("next"), size)
+        await text_executor.run(lambda: done.append("next"), size)
 
     asyncio.run(run())
     assert done == ["next"]
@@ -81,9 +81,9 @@ def test_short_work_goes_on_while_long_work_is_done() -> None:
     may_end = threading.Event()
 
     async def run() -> list[object]:
-        turnstile = Turnstile()
-        long = asyncio.create_task(turnstile.run(lambda: may_end.wait(60), LONG))
-        short = [await turnstile.run(lambda: "short", 0) for _ in range(3)]
+        text_executor = TextExecutor()
+        long = asyncio.create_task(text_executor.run(lambda: may_end.wait(60), LONG))
+        short = [await text_executor.run(lambda: "short", 0) for _ in range(3)]
         may_end.set()
         return [*short, await long]
 
@@ -94,8 +94,8 @@ def test_of_short_work_that_comes_at_once_one_piece_is_done_in_each_round_of_the
     rounds: list[int] = []
 
     async def run() -> None:
-        turnstile, number = Turnstile(), 0
-        doing = [asyncio.create_task(turnstile.run(lambda: rounds.append(number), 0)) for _ in range(8)]
+        text_executor, number = TextExecutor(), 0
+        doing = [asyncio.create_task(text_executor.run(lambda: rounds.append(number), 0)) for _ in range(8)]
         while not all(task.done() for task in doing):
             number += 1
             await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from async_rl.method.group_codec import pack
 from async_rl.method.types import Batch, Group, WeightVersion
 from async_rl.producer.dock import Docking, num_tokens
 from async_rl.producer.frames import NO_PROMPT, Message, error_as_data
-from async_rl.rollouts.groups.garbage import COLLECTIONS
+from async_rl.rollouts.groups.garbage_collection import COLLECTIONS
 from async_rl.rollouts.groups.group_maker import GroupMaker
 from async_rl.rollouts.groups.idle_work import IdleWork
 
@@ -35,16 +35,17 @@ FRAME_RESPONSES = 2**8
 would take as long as the loop may be at work on one thing."""
 
 
-class RunningBatch:
+class BatchRollout:
     """Begins to roll out the whole batch when it is made, on the running loop.
 
     Args:
         idle_work: gets the pool when the rollouts have finished.
         on_group: gets each group that finished.
         on_figures: gets those of the rollouts when all have finished, if there are any.
-        with_texts: groups have texts and rows, which training needs none of.
         rest: has the instances leave their devices to the trainer, after the idle work and before any group is trained.
     """
+
+    pack = staticmethod(pack)
 
     def __init__(
         self,
@@ -56,7 +57,6 @@ class RunningBatch:
         on_group: Callable[[Group], object] = lambda group: None,
         on_figures: Callable[[Mapping[str, Any]], None] = lambda figures: None,
         *,
-        with_texts: bool = False,
         rest: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._maker = maker
@@ -66,7 +66,6 @@ class RunningBatch:
         self._idle_work = idle_work
         self._on_group = on_group
         self._on_figures = on_figures
-        self._with_texts = with_texts
         self._given: list[asyncio.Queue[Group | Message]] = [asyncio.Queue() for _ in range(docking.num_replicas)]
         self._docks = docking.docks(mini_batches, self._give)
         self._held: list[Group] | None = [] if docking.holds else None
@@ -102,7 +101,7 @@ class RunningBatch:
                         break
                     arrived = given.get_nowait()
             if groups:
-                headers, tokens, logprobs = pack(groups, with_texts=self._with_texts)
+                headers, tokens, logprobs = self.pack(groups)
                 message = {"groups": headers, "token_bytes": tokens.nbytes}
                 yield message, [tokens.data.cast("B"), logprobs.data.cast("B")]
             if not isinstance(arrived, Group):
@@ -232,13 +231,13 @@ class BatchStarts:
     """The running batch of each iteration, which several replicas ask for: the first one starts it."""
 
     def __init__(self) -> None:
-        self._batch: RunningBatch | None = None
+        self._batch: BatchRollout | None = None
         """The last one that was started."""
         self._failure: tuple[int, Exception] | None = None
         """The last iteration whose batch could not be started, and why."""
         self._started = asyncio.Condition()
 
-    async def of(self, replica: int, iteration: int, start: Callable[[], Awaitable[RunningBatch]]) -> RunningBatch:
+    async def of(self, replica: int, iteration: int, start: Callable[[], Awaitable[BatchRollout]]) -> BatchRollout:
         """What `start` makes, which the first replica calls; the others wait for that. Raises in all what it raises."""
         async with self._started:
             if replica == 0:
