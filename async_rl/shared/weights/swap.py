@@ -69,7 +69,9 @@ class Swap:
             return
         self.wait()
         for key, whole in self._whole.items():
-            whole.untyped_storage().resize_(0)
+            # A CPU's storage that numpy has seen keeps its memory for good.
+            if whole.untyped_storage().resizable():
+                whole.untyped_storage().resize_(0)
             if key in self._on_host:
                 _AWAY[key] = self._on_host[key]
         self.is_away = True
@@ -84,7 +86,8 @@ class Swap:
             return
         # Allocated on the computing stream: memory freed there may be reused only after its pending work.
         for key, whole in self._whole.items():
-            whole.untyped_storage().resize_(self._sizes[key])
+            if whole.untyped_storage().nbytes() == 0:
+                whole.untyped_storage().resize_(self._sizes[key])
         with self._copying():
             for key, host in self._on_host.items():
                 self._whole[key].copy_(host, non_blocking=True)

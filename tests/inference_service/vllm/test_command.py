@@ -40,6 +40,13 @@ def test_the_options_of_an_instance_become_those_of_vllm() -> None:
     assert "--enforce-eager" not in argv and "--enable-prefix-caching" in argv
 
 
+def test_one_that_begins_asleep_can_sleep() -> None:
+    for device, can in {"cuda": True, "npu": True, "cpu": False}.items():
+        given = options("--device", device, "--asleep")
+        assert ("--enable-sleep-mode" in server_command(given, NEW, 1, {}, "boot").argv) == can
+    assert "--enable-sleep-mode" not in server_command(options("--device", "cuda"), NEW, 1, {}, "boot").argv
+
+
 def test_the_users_arguments_come_last_so_that_they_win() -> None:
     argv = server_command(options("--", "--max-num-seqs", "3", "--swap"), NEW, 1, {}, "boot").argv
     assert argv[-3:] == ("--max-num-seqs", "3", "--swap")
