@@ -132,7 +132,10 @@ def test_stop_token_is_part_of_the_response(generate: Callable[..., httpx.Respon
 @pytest.mark.parametrize("body", ["[" * 200_000, "{", "\ud800".encode(errors="surrogatepass"), "[1e999999]"])
 def test_what_is_no_json_of_a_request_is_400(client: httpx.Client, path: str, body: str | bytes) -> None:
     """vLLM has FastAPI's body for one that is nested too deeply, the protocol's for others."""
-    assert client.post(path, content=body, headers={"Content-Type": "application/json"}).status_code == 400
+    answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    if len(body) < 100:
+        assert_error(answer, 400)
 
 
 def test_bad_prompts_are_400(client: httpx.Client) -> None:
@@ -160,12 +163,6 @@ def test_sampling_values_out_of_range_are_400(generate: Callable[..., httpx.Resp
 
 def test_unknown_model_is_404(generate: Callable[..., httpx.Response]) -> None:
     assert "nobody" in assert_error(generate(PROMPT, model="nobody"), 404)
-
-
-def test_body_that_is_no_json_is_400(client: httpx.Client) -> None:
-    for path in ("/inference/v1/generate", "/abort_requests"):
-        answer = client.post(path, content=b"{", headers={"content-type": "application/json"})
-        assert_error(answer, 400)
 
 
 def test_pause_resume_and_is_paused(client: httpx.Client) -> None:
