@@ -59,11 +59,7 @@ class Trainer(Protocol):
 
 class PromptBatches(Protocol):
     def batch(self, iteration: int) -> Batch:
-        """The prompts of an iteration: a pure function of seed, iteration, and what was noted of earlier ones."""
-        ...
-
-    def note(self, rows: Sequence[GroupProof]) -> None:
-        """The groups of the last batch, trained or left out, as they were proven; the same rows on all ranks."""
+        """The prompts of an iteration: a pure function of seed and iteration."""
         ...
 
 
@@ -118,8 +114,6 @@ def train(
             if len(record.steps) == len(mini_batches):
                 # The weights are those of a whole iteration all the same.
                 recorder.keep(record, publication)
-                prompts.note([*record.rows, *record.left_out])
                 after_iteration(iteration)
             raise
-        prompts.note([*record.rows, *record.left_out])
         after_iteration(iteration)

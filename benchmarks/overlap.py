@@ -47,7 +47,6 @@ import torch
 from async_rl.config.file import parse_config
 from async_rl.config.pool_section import PoolSection
 from async_rl.config.sections import Config
-from async_rl.method.group_proof import GroupProof
 from async_rl.method.types import Batch, Response
 from async_rl.producer.dock import Docking
 from async_rl.producer.process import Given, ProducerAddress
@@ -167,9 +166,6 @@ class OneBatch:
 
     def batch(self, iteration: int) -> Batch:
         return Batch(iteration, self._source.batch(self._number).prompts)
-
-    def note(self, rows: Sequence[GroupProof]) -> None:
-        pass
 
 
 def response_tokens(prompt_token_ids: Sequence[int]) -> int:

@@ -1,8 +1,8 @@
 """The `[cluster]` section: what the launchers of several hosts need."""
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from async_rl.config.section import Section
 
@@ -19,6 +19,13 @@ def _is_left_to_users(option: str) -> str:
 
 SlurmOption = Annotated[str, Field(pattern=r"^-[^\n\r\x00]+$"), AfterValidator(_is_left_to_users)]
 """One line of a job script."""
+
+SlurmOptions = dict[Literal["all", "training", "instances"], tuple[SlurmOption, ...]]
+
+
+def _of_all_jobs(options: Any) -> Any:
+    return {"all": options} if isinstance(options, list | tuple) else options
+
 
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
@@ -44,11 +51,11 @@ class ClusterSection(Section):
     max_restarts: int = Field(
         3, ge=0, description="restarts of the trainer, and of each instance, without progress in between"
     )
-    slurm_options: tuple[SlurmOption, ...] = Field(
-        (), description="further sbatch options of all jobs, such as `--partition=gpu` and `--time=12:00:00`"
+    slurm_options: Annotated[SlurmOptions, BeforeValidator(_of_all_jobs)] = Field(
+        default_factory=dict,
+        description="further sbatch options, such as `--partition=gpu` and `--time=12:00:00`: a list for all jobs, or "
+        "lists called all, training and instances",
     )
-    slurm_training_options: tuple[SlurmOption, ...] = Field((), description="those of the training job alone")
-    slurm_instance_options: tuple[SlurmOption, ...] = Field((), description="those of the instances alone")
 
     @model_validator(mode="after")
     def _environment_has_no_token(self) -> "ClusterSection":

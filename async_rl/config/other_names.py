@@ -18,6 +18,8 @@ def _names_of(trainer: str, *rows: tuple[str, tuple[str, ...], str]) -> dict[str
 
 _ALL_TOKENS = "tokens would have other probabilities than the trainer computes; sets of [[evaluation.sets]] have it"
 
+_EPOCHS = "epochs x rows / prompts.prompts_per_batch"
+
 TRL = _names_of(
     "TRL",
     ("model_name_or_path", ("model.path",), ""),
@@ -36,7 +38,7 @@ TRL = _names_of(
     ("epsilon_high", ("algorithm.clip_high",), ""),
     ("loss_type", ("algorithm.name", "algorithm.normalize"), ""),
     ("scale_rewards", ("algorithm.scale_by_std",), ""),
-    ("num_train_epochs", ("train.epochs",), ""),
+    ("num_train_epochs", ("train.iterations",), _EPOCHS),
     ("max_steps", ("train.iterations",), ""),
     ("num_iterations", (), "each batch is passed through once"),
     ("steps_per_generation", ("train.steps_per_batch",), ""),
@@ -83,7 +85,7 @@ VERL = _names_of(
     ("max_num_seqs", ("inference.max_concurrency",), ""),
     ("gpu_memory_utilization", ("inference.engine_options",), ""),
     ("tensor_model_parallel_size", ("trainer.tensor_parallel",), "inference.tensor_parallel of the instances"),
-    ("total_epochs", ("train.epochs",), ""),
+    ("total_epochs", ("train.iterations",), _EPOCHS),
     ("total_training_steps", ("train.iterations",), ""),
     ("save_freq", ("checkpoint.every",), ""),
     ("default_local_dir", ("run.dir",), ""),
@@ -118,7 +120,8 @@ _GONE = (
         "cluster.scale_up_after_s",
         "cluster.scale_down_after_s",
     ),
-    *("cluster.patience_s", "cluster.lease_s"),
+    *("cluster.patience_s", "cluster.lease_s", "prompts.cache_dir", "rollout.truncated_reward"),
+    *("tracking.all_responses",),
 )
 
 EARLIER = _names_of(
@@ -126,6 +129,14 @@ EARLIER = _names_of(
     *((f"reward.{name}", (f"reward.options.{name}",), "") for name in _OF_REWARDS),
     ("reward.on_error", ("reward.max_attempts",), "1 where it was fail"),
     ("prompts.column", ("prompts.columns.prompt",), ""),
+    ("train.epochs", ("train.iterations",), _EPOCHS),
+    ("prompts.pass_over", ("prompts.reserve",), "chosen after the rollouts"),
+    (
+        "prompts.curriculum_order",
+        ("prompts.columns.difficulty",),
+        "low numbers first: name a column of negated ones",
+    ),
+    ("reward.skip_special_tokens", (), "the text has none; response.token_ids has them"),
     ("prompts.num_rows", ("prompts.task_options.size",), ""),
     ("critic", ("algorithm.options",), f"{', '.join(_OF_CRITICS)} as critic_{_OF_CRITICS[0]} and so on"),
     ("algorithm.importance_low", ("algorithm.importance_high",), "1 divided by it"),
@@ -133,6 +144,8 @@ EARLIER = _names_of(
     ("publish.probe_tokens", ("publish.canary",), "off where it was 0"),
     ("tracking.name", ("run.dir",), "its last part"),
     ("trainer.sequence_parallel", ("trainer.tensor_parallel",), "above 1 its ranks always share rows, too"),
+    ("cluster.slurm_training_options", ("cluster.slurm_options.training",), ""),
+    ("cluster.slurm_instance_options", ("cluster.slurm_options.instances",), ""),
     ("cluster.master_port", ("pool.fleet_port",), "the next one, or 29500 without it"),
     *((name, (), "what it was by default holds") for name in _GONE),
 )

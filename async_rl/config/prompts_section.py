@@ -1,7 +1,6 @@
 """The `[prompts]` section: where prompts come from, which of their columns are used, and the order of the rows."""
 
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -92,13 +91,6 @@ class PromptsSection(Section):
         description="R: further prompts of each iteration, which are trained in place of those whose rewards are all "
         "equal (dynamic sampling, see algorithms.md)",
     )
-    pass_over: int = Field(
-        0,
-        ge=0,
-        le=100,
-        description="a prompt whose rewards were all equal is passed over in so many epochs before it is drawn again "
-        "(see data.md)",
-    )
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are reported and left out, once, at start")
     columns: Columns = Field(default_factory=dict, description=COLUMNS)
     chat_template: bool = Field(True, description="render the prompt with the tokenizer's chat template")
@@ -119,12 +111,6 @@ class PromptsSection(Section):
     )
     curriculum_iterations: int = Field(
         0, ge=0, description="so many iterations take the rows of each epoch in the order of their difficulty"
-    )
-    curriculum_order: Literal["ascending", "descending"] = Field(
-        "ascending", description="of the numbers in columns.difficulty, where curriculum_iterations are set"
-    )
-    cache_dir: Path | None = Field(
-        None, description="where tokenized prompts are kept on disk; by default run.dir/prompts"
     )
 
     @field_validator("template_arguments")

@@ -154,9 +154,6 @@ class RewardPart(RewardSettings):
 
 
 class RewardSection(RewardSettings):
-    skip_special_tokens: bool = Field(
-        True, description="leave special tokens (end of sequence, a chat template's) out of the text that is scored"
-    )
     parts: tuple[RewardPart, ...] = Field((), description="rewards that are added up, instead of reward.name")
     column: str | None = Field(
         None, description="column in which a row names the part, or the list of parts, that score it; by default all do"

@@ -46,9 +46,6 @@ class RolloutSection(Section):
         "auto", description="from messages to tokens: auto, template, or a name of the renderers package"
     )
     timeout_s: float = Field(600.0, gt=0, description="of a program's rollout, which is truncated then")
-    truncated_reward: float = Field(
-        0.0, ge=-1e30, le=1e30, description="of a rollout that a limit ended before its program gave it a reward"
-    )
     max_attempts: int = Field(3, ge=1, description="runs of a rollout whose program fails; then the training run ends")
     max_concurrent: int = Field(256, ge=1, description="rollouts of a program under way at once, for each replica")
     max_concurrent_per_environment: int | None = Field(

@@ -5,9 +5,8 @@ Every entry point loads it first and passes each part only its own section. Unkn
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -65,9 +64,6 @@ class TrackingSection(Section):
     project: str = Field(
         "async-rl", min_length=1, description="what trackers file the run under, by the name of run.dir"
     )
-    all_responses: bool = Field(
-        False, description="samples.jsonl has the texts of all responses of its groups, not of two"
-    )
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -99,9 +95,6 @@ class _Need:
 
 
 NEEDS = (
-    _Need(
-        "prompts", "curriculum_order", lambda c: c.prompts.curriculum_iterations > 0, "prompts.curriculum_iterations"
-    ),
     _Need("reward", "column", lambda c: bool(c.reward.parts), "[[reward.parts]], which its rows name"),
     _Need("algorithm", "teacher_coef", lambda c: c.algorithm.teacher is not None, "algorithm.teacher"),
     _Need(
@@ -140,58 +133,6 @@ class Config(Section):
             return self.prompts.max_prompt_tokens + self.rollout.max_response_tokens
         return self.rollout.max_context_tokens
 
-    def with_iterations(self, num_prompts: int) -> "Config":
-        """With the number of iterations that `train.epochs` of so many prompts are, if these are what it has.
-
-        A last batch that crosses the end of an epoch is filled from the next one.
-
-        Raises:
-            ConfigError: the critic would be alone in all of them.
-        """
-        if self.train.epochs is None:
-            return self
-        # 0.1 of 30 are a little more than 3 as floats.
-        iterations = max(1, ceil(self.train.epochs * num_prompts / self.prompts.num_drawn - 1e-9))
-        counted = self.model_copy(update={"train": self.train.model_copy(update={"iterations": iterations})})
-        counted.require_learning()
-        return counted
-
-    def require_learning(self) -> None:
-        """
-        Raises:
-            ConfigError: the critic is alone in all iterations, as far as their number is known.
-        """
-        alone, iterations = self.algorithm.critic.critic_iterations_alone, self.train.iterations
-        if iterations is not None and alone >= iterations:
-            of_epochs = f" (train.epochs = {self.train.epochs:g})" if self.train.epochs is not None else ""
-            raise ConfigError(
-                f"algorithm.options.critic_iterations_alone is {alone}, but train.iterations is "
-                f"{iterations}{of_epochs}: the policy would never learn; lower the one or raise the other"
-            )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_a_train_section(cls, tree: Any) -> Any:
-        # None of its keys is required alone, so that the section's own error names what is missing.
-        return {"train": {}} | tree if isinstance(tree, dict) else tree
-
-    @model_validator(mode="after")
-    def _epochs_can_be_counted(self) -> "Config":
-        epochs, prompts = self.train.epochs, self.prompts
-        if epochs is None:
-            return self
-        if len(prompts.mixture) > 1:
-            raise ValueError(
-                f"train.epochs is {epochs:g}, but prompts.mixture has {len(prompts.mixture)} parts, each of which "
-                "begins its next epoch by its weight: set train.iterations instead"
-            )
-        if prompts.pass_over:
-            raise ValueError(
-                f"train.epochs is {epochs:g} with prompts.pass_over = {prompts.pass_over}: how many prompts an epoch "
-                "has depends on their rewards; set train.iterations instead, or prompts.pass_over = 0"
-            )
-        return self
-
     @model_validator(mode="after")
     def _shared_devices_have_a_snapshot(self) -> "Config":
         if self.run.placement != "separate" and self.publish.transport != "snapshot":
@@ -213,7 +154,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _the_critic_is_not_always_alone(self) -> "Config":
-        self.require_learning()
+        alone, iterations = self.algorithm.critic.critic_iterations_alone, self.train.iterations
+        if alone >= iterations:
+            raise ConfigError(
+                f"algorithm.options.critic_iterations_alone is {alone}, but train.iterations is {iterations}: the "
+                "policy would never learn; lower the one or raise the other"
+            )
         return self
 
     @model_validator(mode="after")
@@ -267,19 +213,18 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _groups_can_have_a_signal(self) -> "Config":
-        for key in ("reserve", "pass_over"):
-            value = getattr(self.prompts, key)
-            if value and self.rollout.responses_per_prompt == 1:
-                raise ValueError(
-                    f"prompts.{key} is {value} with rollout.responses_per_prompt = 1: it avoids prompts whose rewards "
-                    f"are all equal, as a single one always is; set prompts.{key} = 0 or more responses"
-                )
-            if value and self.algorithm.traits.single_rollouts:
-                raise ValueError(
-                    f"prompts.{key} is {value} with algorithm.name = {self.algorithm.name!r}: it avoids prompts whose "
-                    "rewards are all equal, but this algorithm does not compare the rewards of a prompt, and learns "
-                    f"from such prompts, too; set prompts.{key} = 0"
-                )
+        reserve = self.prompts.reserve
+        if reserve and self.rollout.responses_per_prompt == 1:
+            raise ValueError(
+                f"prompts.reserve is {reserve} with rollout.responses_per_prompt = 1: it avoids prompts whose rewards "
+                "are all equal, as a single one always is; set prompts.reserve = 0 or more responses"
+            )
+        if reserve and self.algorithm.traits.single_rollouts:
+            raise ValueError(
+                f"prompts.reserve is {reserve} with algorithm.name = {self.algorithm.name!r}: it avoids prompts whose "
+                "rewards are all equal, but this algorithm does not compare the rewards of a prompt, and learns "
+                "from such prompts, too; set prompts.reserve = 0"
+            )
         return self
 
     @model_validator(mode="after")

@@ -20,7 +20,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +204,6 @@ class Ledger:
             "prompt_ids": as_runs(prompt_ids),
             "prompt_ids_sha256": digest_of_ids(prompt_ids),
             **selection,
-            **(asdict(batch.drawn_by) if batch.drawn_by is not None else {}),
             "num_violations": len(violations),
             "violations": list(violations[:MAX_VIOLATIONS_KEPT]),
         }

@@ -287,14 +287,6 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnBy:
-    """The history by which prompts were passed over when a batch was drawn, as a digest, and how many were."""
-
-    history_sha256: str
-    num_passed_over: int
-
-
-@dataclass(frozen=True, slots=True)
 class Batch:
     """The prompts of one iteration, by their index; a share of a batch keeps the indices of the whole batch.
 
@@ -305,7 +297,6 @@ class Batch:
     iteration: int
     prompts: Mapping[int, Prompt]
     first_reserve: int | None = None
-    drawn_by: DrawnBy | None = None
 
     @property
     def num_trained(self) -> int:

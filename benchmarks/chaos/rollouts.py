@@ -40,7 +40,6 @@ MAX_CHAT_TOKENS = 240
 MAX_TURNS = 6
 LIMITS = f"""renderer = "template"
 max_turns = {MAX_TURNS}
-truncated_reward = 0.25
 max_attempts = 1000
 num_workers = 2
 """

@@ -5,12 +5,13 @@ iteration in `ledger.jsonl`; for an instance, one of whose tokens it sampled som
 again are no progress.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from async_rl import errors
+from async_rl.errors import ProcessFailed, RestartsExhausted
 from async_rl.records.run_records import RunRecords
 
 MAX_DELAY_S: Final = 60.0
@@ -46,6 +47,10 @@ def may_restart(code: int, cause: str | None) -> bool:
     return code not in FINAL_CODES and getattr(named, "may_pass", True)
 
 
+COUNTS: Final = ("total", "without_progress", "most_trained")
+"""What a launcher keeps whose own process may be replaced."""
+
+
 @dataclass(slots=True)
 class Restarts:
     """Counts the restarts of one task, and decides on the next one.
@@ -78,6 +83,25 @@ class Restarts:
         self.without_progress += 1
         self.total += 1
         return delay_s
+
+    def exhausted(self, name: str, failure: ProcessFailed) -> ProcessFailed | RestartsExhausted:
+        """What ends the run once there are no more; `failure` itself where none were allowed."""
+        if self.limit == 0:
+            return failure
+        return RestartsExhausted(
+            f"{name} was started again {self.limit} times without another iteration in between "
+            f"(cluster.max_restarts = {self.limit}); the last time: {failure.cause or 'it died'}: {failure}"
+        )
+
+    def counts(self) -> dict[str, int]:
+        """What `resume` takes."""
+        return {name: getattr(self, name) for name in COUNTS}
+
+    def resume(self, counts: Mapping[str, Any], num_trained: int) -> None:
+        """Takes over the counts of an earlier start."""
+        for name in COUNTS:
+            setattr(self, name, counts.get(name, 0))
+        self.note_progress(num_trained)
 
 
 def num_trained(run_dir: Path, took_part: Callable[[str], bool] | None = None) -> int:

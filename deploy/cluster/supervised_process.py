@@ -81,19 +81,10 @@ class SupervisedProcess:
             return self._fail(failure)
         delay_s = self.restarts.next_delay_s()
         if delay_s is None:
-            return self._fail(self._exhausted(failure))
+            return self._fail(self.restarts.exhausted(self.process.name, failure))
         self.state, self._due_s = "waiting", time.monotonic() + delay_s
         return f"lost {self.process.name}, it is started again in {delay_s:g} s: {failure}"
 
     def _fail(self, failure: ProcessFailed | RestartsExhausted) -> str:
         self.state, self.failure = "failed", failure
         return f"lost {self.process.name}, it is not started again: {failure}"
-
-    def _exhausted(self, failure: ProcessFailed) -> ProcessFailed | RestartsExhausted:
-        limit = self.restarts.limit
-        if limit == 0:
-            return failure
-        return RestartsExhausted(
-            f"{self.process.name} was started again {limit} times without another iteration in between "
-            f"(cluster.max_restarts = {limit}); the last time: {failure.cause or 'it died'}: {failure}"
-        )

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -60,9 +60,7 @@ def count_attempt(run_dir: Path, attempt: int, restarts: Restarts, num_trained: 
     # JobSet counts from 0 again when the run is launched again.
     if known["attempt"] > attempt or attempt == 0:
         known = {"attempt": 0}
-    for name in ("total", "without_progress", "most_trained"):
-        setattr(restarts, name, known.get(name, 0))
-    restarts.note_progress(num_trained)
+    restarts.resume(known, num_trained)
     delay_s = 0.0
     for _ in range(attempt - known["attempt"]):
         next_s = restarts.next_delay_s()
@@ -72,9 +70,8 @@ def count_attempt(run_dir: Path, attempt: int, restarts: Restarts, num_trained: 
                 f"(cluster.max_restarts = {restarts.limit}); the last time: {cause or 'a pod or its node was lost'}"
             )
         delay_s = next_s
-    counts = {name: value for name, value in asdict(restarts).items() if name not in ("limit", "first_delay_s")}
     file.parent.mkdir(exist_ok=True)
-    write_file(file, json.dumps({"attempt": attempt, **counts}) + "\n")
+    write_file(file, json.dumps({"attempt": attempt, **restarts.counts()}) + "\n")
     return delay_s
 
 

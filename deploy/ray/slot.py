@@ -87,11 +87,6 @@ class Slot:
         """Its task was asked by the fleet to end: however it does, it is done."""
         self._may_end = True
 
-    def abandon(self, now_s: float) -> None:
-        """Removes the group at once, whatever it does."""
-        if not self.is_over:
-            self._finish("done", now_s)
-
     def _watch_ends(self, group: Group, now_s: float) -> None:
         ended = [end for end in group.ends if end is not None]
         # What ends because the others did is a consequence.
@@ -119,7 +114,7 @@ class Slot:
         may_pass = fault.code is None or may_restart(fault.code, fault.kind)
         delay_s = self.restarts.next_delay_s() if may_pass else None
         if delay_s is None:
-            self.failure = self._exhausted(failure) if may_pass else failure
+            self.failure = self.restarts.exhausted(self.spec.name, failure) if may_pass else failure
             self._note(f"lost {fault.name}, it is not started again: {self.failure}")
             self._finish("failed", now_s)
             return
@@ -128,15 +123,6 @@ class Slot:
         )
         self._place_at_s = now_s + delay_s
         self._finish("waiting", now_s)
-
-    def _exhausted(self, failure: ProcessFailed) -> ProcessFailed | RestartsExhausted:
-        limit = self.restarts.limit
-        if limit == 0:
-            return failure
-        return RestartsExhausted(
-            f"{self.spec.name} was started again {limit} times without another iteration in between "
-            f"(cluster.max_restarts = {limit}); the last time: {failure.cause or 'it died'}: {failure}"
-        )
 
     def _finish(self, state: State, now_s: float) -> None:
         if self.group is not None:

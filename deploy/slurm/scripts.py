@@ -38,7 +38,7 @@ def training_script(plan: ClusterPlan) -> str:
         _option(f"--job-name={plan.name}-training"),
         f"--nodes={plan.num_nodes}",
         *_common(plan, plan.node, plan.training_grace_s, TRAINER),
-        *plan.config.cluster.slurm_training_options,
+        *plan.config.cluster.slurm_options.get("training", ()),
     ]
     srun = [
         *("srun", f"--nodes={plan.num_nodes}", "--ntasks-per-node=1", f"--cpus-per-task={plan.node.cores}"),
@@ -81,7 +81,7 @@ def instances_script(plan: ClusterPlan) -> str:
         f"--array=0-{plan.max_instances - 1}",
         "--nodes=1",
         *_common(plan, plan.instance, plan.instance_grace_s, "instance-%a"),
-        *plan.config.cluster.slurm_instance_options,
+        *plan.config.cluster.slurm_options.get("instances", ()),
     ]
     argv = plan.instance_argv(name=INSTANCE, port=0, register=str(_run_dir(plan)))
     return _script(
@@ -106,7 +106,7 @@ def _common(plan: ClusterPlan, demand: Resources, grace_s: float, log: str) -> l
         *(_option(f"--chdir={Path.cwd()}"), _option(f"--output={file}"), "--open-mode=append"),
         # Before the time limit the batch process alone is told, saves and is submitted again: deploy/slurm/task.py.
         *("--requeue", f"--signal=B:USR1@{math.ceil(grace_s + ENDING_MARGIN_S)}"),
-        *plan.config.cluster.slurm_options,
+        *plan.config.cluster.slurm_options.get("all", ()),
     ]
 
 

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -67,9 +67,7 @@ class Memory:
         known = json.loads(self._file.read_text())
         if known["job"] != self._job:
             return
-        restarts.total, restarts.without_progress = known["total"], known["without_progress"]
-        restarts.most_trained = known["most_trained"]
-        restarts.note_progress(num_trained)
+        restarts.resume(known, num_trained)
         was_lost = self._num_requeues > known["num_requeues"] and not known["settled"]
         if was_lost and restarts.next_delay_s() is None:
             raise RestartsExhausted(
@@ -84,8 +82,7 @@ class Memory:
         Raises:
             WriteFailed: the old counts stay.
         """
-        counts = {name: value for name, value in asdict(restarts).items() if name not in ("limit", "first_delay_s")}
-        content = {"job": self._job, "num_requeues": self._num_requeues, "settled": settled, **counts}
+        content = {"job": self._job, "num_requeues": self._num_requeues, "settled": settled, **restarts.counts()}
         write_file(self._file, json.dumps(content) + "\n")
 
 

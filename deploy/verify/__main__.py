@@ -55,11 +55,9 @@ def common_overrides(config: Config, words: Sequence[str], out: Path, iterations
     own = {
         "run.resume": "false",
         "train.iterations": str(iterations),
-        "train.epochs": "null",
         "train.order": "prompt",
         "checkpoint.every": "0",
         "evaluation.sets": "[]",
-        "prompts.cache_dir": str(out / "prompts"),
         "inference.num_instances": str(num_instances),
         "cluster.max_instances": str(max(config.cluster.max_instances or 0, num_instances)),
         # Its stages are no runs that anybody wants to see beside the others of a project.

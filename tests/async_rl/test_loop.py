@@ -69,9 +69,6 @@ class Prompts:
     def batch(self, iteration: int) -> Batch:
         return Batch(iteration, {i: Prompt(f"row-{i}", (3, 4), {}) for i in range(NUM_PROMPTS)})
 
-    def note(self, rows: Sequence[GroupProof]) -> None:
-        pass
-
 
 class OneByOne:
     """Groups that finish one after the other; those of a later mini-batch wait for it, as at the producer."""

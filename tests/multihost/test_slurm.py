@@ -14,7 +14,7 @@ from tests.support.slurm_run import SlurmRun
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 NETWORK = "data"
-OPTIONS = ('--cluster.slurm_training_options=["--nodelist=n1"]', '--cluster.slurm_instance_options=["--exclude=n1"]')
+OPTIONS = ('--cluster.slurm_options={training = ["--nodelist=n1"], instances = ["--exclude=n1"]}',)
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ SET_BY_YOU = {
     "reward": "name parts column options num_workers",
     "algorithm": "name options",
     "optimizer": "learning_rate",
-    "train": "iterations epochs",
+    "train": "iterations",
     "trainer": "device num_processes",
     "checkpoint": "every",
     "inference": "engine python num_instances",
@@ -64,7 +64,7 @@ SET_BY_YOU = {
 }
 WHEN_TUNING = {
     "run": "seed placement",
-    "prompts": "reserve pass_over deduplicate curriculum_iterations curriculum_order template_arguments",
+    "prompts": "reserve deduplicate curriculum_iterations template_arguments",
     "rollout": "temperature stop stop_token_ids max_context_tokens timeout_s max_concurrent num_workers",
     "reward": "timeout_s max_concurrency max_attempts correct_at",
     "publish": "transport snapshot_dir timeout_s",
@@ -76,7 +76,7 @@ WHEN_TUNING = {
     "trainer": "tensor_parallel pipeline_parallel expert_parallel recompute micro_batch_tokens frozen_weights",
     "checkpoint": "keep",
     "inference": "tensor_parallel max_concurrency engine_options",
-    "cluster": "max_instances max_restarts slurm_training_options slurm_instance_options",
+    "cluster": "max_instances max_restarts",
 }
 RARELY = "## Rarely"
 GROUPS: Mapping[str, Mapping[str, str]] = {
@@ -94,7 +94,7 @@ LISTS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
         "[[reward.parts]]",
         "One table for each reward that is added up; [rewards.md](rewards.md#several-rewards) describes it. Besides "
-        "these, a part\nhas the keys of `[reward]`, except `skip_special_tokens`, `parts` and `column`; those that it "
+        "these, a part\nhas the keys of `[reward]`, except `parts` and `column`; those that it "
         "leaves out are as there.",
         RewardPart,
     ),

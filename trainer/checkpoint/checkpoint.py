@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, LeaderFailed, WriteFailed
-from async_rl.rollouts.data.history import History
 from async_rl.shared.files import named_write_errors, write_failed
 from trainer.checkpoint.compatibility import Contents, require_same_run
 from trainer.checkpoint.files import (
@@ -57,7 +56,6 @@ class Checkpoints:
         keep: how many of the newest ones are kept.
         config: the run's config, stored in each checkpoint.
         contents: digests of the prompts and the reward, also stored in each checkpoint.
-        history: what the draw of prompts depends on, stored and restored where there is one.
         term: of the lease on the run's directory; the same on all ranks.
         require_lease: on the main rank only: raises Fenced if another trainer has taken over the run. Then no
             checkpoint of this one counts any more.
@@ -71,7 +69,6 @@ class Checkpoints:
         config: Config,
         contents: Contents | None = None,
         *,
-        history: History | None = None,
         term: int = 0,
         require_lease: Callable[[], None] = lambda: None,
     ) -> None:
@@ -80,7 +77,6 @@ class Checkpoints:
         self._parallel = parallel
         self._config = config
         self._contents = contents
-        self._history = history
         self._term = term
         self._require_lease = require_lease
         # A separate group for the writing thread, which runs while the other groups are in use.
@@ -133,8 +129,6 @@ class Checkpoints:
         }
         if self._contents is not None:
             content["contents"] = self._contents.as_json()
-        if self._history is not None:
-            content["prompt_history"] = self._history.as_json()
         self._writing = self._thread.submit(self._write, iteration, tensors, content, random_state(self._parallel))
 
     def wait(self) -> None:
@@ -180,8 +174,6 @@ class Checkpoints:
         """
         content = read_checked(path, self._parallel)
         require_same_run(content["config"], self._config, str(path), content.get("contents"), self._contents)
-        if self._history is not None:
-            self._history.restore(content.get("prompt_history"))
         # Filled separately: the weights and their masters have the same names.
         self._fill(path, model_tensors(policy.module, POLICY))
         self._fill(path, optimizer_tensors(policy.module, optimizer.parameter_states()))

@@ -55,9 +55,6 @@ class RecordedBatches:
     def batch(self, iteration: int) -> Batch:
         return read_batch(self._directory, iteration, self._first_reserve)
 
-    def note(self, rows: Sequence[GroupProof]) -> None:
-        """Which prompts follow is recorded."""
-
     @contextmanager
     def start(self, mini_batches: Sequence[Batch], version: WeightVersion) -> Iterator[ArrivingAgain]:
         share = read_share(self._directory, mini_batches[0].iteration, self._parallel.dp_rank)

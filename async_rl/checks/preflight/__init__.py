@@ -145,7 +145,7 @@ def _error_of(check: Callable[[], None]) -> ConfigError | None:
 
 
 def require_paths(config: Config) -> None:
-    """Checks `run.dir`, `publish.snapshot_dir` and `prompts.cache_dir`; creates none of them.
+    """Checks `run.dir` and `publish.snapshot_dir`; creates none of them.
 
     Raises:
         ConfigError: one cannot be created or written, or `run.dir` has records of another run, or is in use by one.
@@ -153,10 +153,8 @@ def require_paths(config: Config) -> None:
     _require_directory("run.dir", config.run.dir)
     require_unlocked(config.run.dir)
     require_no_records(config.run)
-    others = {"publish.snapshot_dir": config.publish.snapshot_dir, "prompts.cache_dir": config.prompts.cache_dir}
-    for key, path in others.items():
-        if path is not None:
-            _require_directory(key, path)
+    if config.publish.snapshot_dir is not None:
+        _require_directory("publish.snapshot_dir", config.publish.snapshot_dir)
 
 
 def _require_directory(key: str, path: Path) -> None:

@@ -105,9 +105,9 @@ def make_group_maker(
     Raises:
         ConfigError: there is no such program, no renderer for its messages, or no gateway for a command.
     """
-    rollout, seed, skips = config.rollout, config.run.seed, config.reward.skip_special_tokens
+    rollout, seed = config.rollout, config.run.seed
     if rollout.program == SINGLE_TURN:
-        return SingleTurns(pool, reward, tokenizer, rollout, seed, skip_special_tokens=skips)
+        return SingleTurns(pool, reward, tokenizer, rollout, seed)
     # A function can do without: it has `policy.generate`.
     if rollout.program.startswith(COMMAND) or has_part("gateway"):
         program: Program = load_part("gateway", "programs").make_served_program(rollout, tokenizer, address)
@@ -115,7 +115,6 @@ def make_group_maker(
         program = WorkerProgram(rollout)
     return make_program_rollouts(
         *(rollout, config.prompts, seed, config.model.path, pool, tokenizer, reward),
-        skip_special_tokens=skips,
         program=program,
     )
 
@@ -129,7 +128,6 @@ def make_program_rollouts(
     tokenizer: Tokenizer,
     reward: Reward,
     *,
-    skip_special_tokens: bool,
     program: Program,
 ) -> "ProgramGroupMaker":
     """The rollouts that `program` runs.
@@ -139,7 +137,7 @@ def make_program_rollouts(
     """
     ends = pool.model_tokens.end_token_ids if pool.model_tokens is not None else ()
     renderer = make_renderer(rollout.renderer, tokenizer, model_path, ends, prompts.template_arguments)
-    sessions = Sessions(pool, tokenizer, renderer, rollout, skip_special_tokens, max_letters=max_letters_of(tokenizer))
+    sessions = Sessions(pool, tokenizer, renderer, rollout, max_letters=max_letters_of(tokenizer))
     return ProgramGroupMaker(program, sessions, reward, rollout, prompts, seed)
 
 
@@ -328,10 +326,7 @@ class ProgramGroupMaker:
             if all(trajectory.reward is None for trajectory in trajectories):
                 parts, metrics = given.parts, given.metrics
         else:
-            scores = [
-                self._rollout.truncated_reward if trajectory.status == "truncated" else None
-                for trajectory in trajectories
-            ]
+            scores = [0.0 if trajectory.status == "truncated" else None for trajectory in trajectories]
         rewards = []
         for place, trajectory, score in zip(places, trajectories, scores, strict=True):
             reward = score if trajectory.reward is None else trajectory.reward

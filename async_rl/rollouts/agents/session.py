@@ -63,7 +63,6 @@ class Sessions:
     tokenizer: Tokenizer
     renderer: Renderer
     rollout: RolloutSection
-    skip_special_tokens: bool = True
     text_executor: TextExecutor = field(default_factory=TextExecutor)
     truncation: Truncation = ALL_TOKENS
     max_letters: int | None = None
@@ -406,7 +405,7 @@ class RolloutSession:
 
     def _texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return self._shared.tokenizer.batch_decode(
-            [list(token_ids) for token_ids in sequences], skip_special_tokens=self._shared.skip_special_tokens
+            [list(token_ids) for token_ids in sequences], skip_special_tokens=True
         )
 
 

@@ -4,11 +4,12 @@ nothing.
 The epochs of a source form one sequence of rows, each epoch in its own order derived from (seed, epoch); iteration t
 takes the places t*B to t*B + B - 1 of that sequence. A batch that crosses an epoch's end takes the rest from the next
 epoch. Of a mixture each part has such a sequence, and `order.Schedule` says which part has each place. With a reserve
-of R prompts, B + R takes the place of B. With `prompts.pass_over` a part's sequence is gone through as far as needed:
-see `history.py`.
+of R prompts, B + R takes the place of B.
 """
 
+import base64
 import logging
+import zlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +21,10 @@ from typing import Any
 
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.errors import ConfigError
-from async_rl.method.group_proof import GroupProof
 from async_rl.method.seeds import mixed_places
-from async_rl.method.types import NO_CHECK, AnswerCheck, Batch, DrawnBy, Prompt, have_signal
+from async_rl.method.types import NO_CHECK, AnswerCheck, Batch, Prompt
 from async_rl.rollouts.data.cache import PromptCache
-from async_rl.rollouts.data.history import Draw, DrawnRow, History
 from async_rl.rollouts.data.order import PartOrder, Schedule, shares_of
-from async_rl.rollouts.data.packed import packed, unpacked
 from async_rl.rollouts.data.part import Part, parts_of
 from async_rl.rollouts.data.prompt_sequence import PromptSequence
 from async_rl.rollouts.data.prompt_table import PromptTable
@@ -141,11 +139,11 @@ class Outline:
         numbers = array("q", [prompts.table.arrays.numbers[index] for index in prompts.indices])
         # Most numbers follow the one before, so that their differences need no room.
         steps = array("q", map(sub, numbers, [0, *numbers[:-1]]))
-        return cls(prompts.table.name, packed(steps), packed(array("d", prompts.difficulties)))
+        return cls(prompts.table.name, _packed(steps), _packed(array("d", prompts.difficulties)))
 
     def prompts(self) -> Subset:
-        table = PromptTable.of_numbers(list(accumulate(unpacked("q", self.numbers))), self.name)
-        table.arrays.difficulties = unpacked("d", self.difficulties)
+        table = PromptTable.of_numbers(list(accumulate(_unpacked("q", self.numbers))), self.name)
+        table.arrays.difficulties = _unpacked("d", self.difficulties)
         return Subset(table, range(len(table)))
 
 
@@ -167,14 +165,10 @@ class PromptSource:
                 part.table.name,
                 len(part),
                 self._schedule.count(number, by_difficulty),
-                _easiest_first(part, config) if by_difficulty else (),
+                part.difficulties if by_difficulty else (),
             )
             for number, part in enumerate(parts)
         ]
-        self.history = History([len(part) for part in parts], config.pass_over) if config.pass_over else None
-        """What batches depend on besides seed and iteration; part of a checkpoint."""
-        self._draw: Draw | None = None
-        self._drawn: Sequence[DrawnRow] = ()
         self.held_out: Sequence[Prompt] = ()
         """Prompts that no batch has, for evaluation; of a source that was loaded."""
         self.digests: Mapping[str, str] = {}
@@ -194,7 +188,7 @@ class PromptSource:
 
         Args:
             cache_dir: where the tokenized prompts are kept, or have been kept by an earlier start; by default in
-                temporary files. `prompts.cache_dir` has precedence.
+                temporary files.
             answers: leaves out rows whose answers the reward cannot read.
 
         Raises:
@@ -208,10 +202,9 @@ class PromptSource:
                 "variable instead, name it in prompts.template_arguments",
                 CLOCK,
             )
-        cache = PromptCache(config.cache_dir or cache_dir)
+        cache = PromptCache(cache_dir)
         loaded = [cache.load(part, tokenizer, seed, answers=answers) for part in parts_of(config)]
-        if config.cache_dir is None:
-            cache.remove_others()
+        cache.remove_others()
         tables = [each.table for each in loaded]
         selection = select(tables, deduplicate=config.deduplicate, held_out=config.held_out)
         source = cls([Subset(*each) for each in zip(tables, selection.trained, strict=True)], config, seed)
@@ -246,24 +239,14 @@ class PromptSource:
         return self._longest
 
     def batch(self, iteration: int) -> Batch:
-        """The prompts of one iteration (counted from 0), at indices 0 to B - 1; those of a reserve follow.
-
-        With a history, after `note` of the iteration before it, or after its restoring.
-        """
+        """The prompts of one iteration (counted from 0), at indices 0 to B - 1; those of a reserve follow."""
         first = iteration * self._num_drawn
         places: Sequence[int] = range(self._num_drawn)
         if len(self._parts) > 1:
             # By index a batch is divided among replicas and steps: each should get something of every part.
             places = mixed_places(self._seed, iteration, self._num_drawn)
-        if self.history is None:
-            prompts = {i: self._at(first + place) for i, place in enumerate(places)}
-            return Batch(iteration, prompts, self._first_reserve)
-        parts = [self._schedule.part(first + place)[0] for place in range(self._num_drawn)]
-        self._draw = draw = self.history.draw(parts, self._orders)
-        self._drawn = [draw.rows[place] for place in places]
-        prompts = {i: self._parts[part][index] for i, (part, index) in enumerate(self._drawn)}
-        drawn_by = DrawnBy(self.history.sha256, draw.passed_over.total())
-        return Batch(iteration, prompts, self._first_reserve, drawn_by)
+        prompts = {i: self._at(first + place) for i, place in enumerate(places)}
+        return Batch(iteration, prompts, self._first_reserve)
 
     def find(self, prompt_id: str) -> Prompt:
         """The prompt of that name.
@@ -276,12 +259,6 @@ class PromptSource:
             if part.table.name == name and (index := part.table.index_of(number)) is not None:
                 return part.table[index]
         raise ConfigError(f"the prompts have no {prompt_id!r}: trainer and producer read other data")
-
-    def note(self, rows: Sequence[GroupProof]) -> None:
-        """How the groups of the last batch turned out, trained or left out: what later batches pass over."""
-        if self.history is not None:
-            assert self._draw is not None, "nothing was drawn"
-            self.history.note(self._draw, {self._drawn[row.index]: have_signal(row.rewards) for row in rows})
 
     def _at(self, place: int) -> Prompt:
         part, place_in_part = self._schedule.part(place)
@@ -339,15 +316,19 @@ class _Joined(PromptSequence):
         return self._parts[number][index - self._ends[number] + len(self._parts[number])]
 
 
-def _easiest_first(part: Subset, config: PromptsSection) -> Sequence[float]:
-    """Numbers by which the prompts of a part are sorted for the curriculum, lowest first."""
-    ascending = config.curriculum_order == "ascending"
-    return part.difficulties if ascending else array("d", [-value for value in part.difficulties])
-
-
 def _longest(loaded: Sequence[LoadedPart]) -> Prompt | None:
     with_prompts = [each for each in loaded if len(each.table)]
     if not with_prompts:
         return None
     most = max(with_prompts, key=lambda each: each.table.num_tokens(each.longest))
     return most.table[most.longest]
+
+
+def _packed(values: "array[Any]") -> str:
+    return base64.b64encode(zlib.compress(values.tobytes())).decode()
+
+
+def _unpacked(kind: Any, text: str) -> "array[Any]":
+    values: array[Any] = array(kind)
+    values.frombytes(zlib.decompress(base64.b64decode(text)))
+    return values

@@ -71,19 +71,14 @@ class SingleTurns:
         tokenizer: Tokenizer,
         rollout: RolloutSection,
         seed: int,
-        *,
-        skip_special_tokens: bool = True,
     ) -> None:
-        """Args:
-        seed: the run's.
-        skip_special_tokens: for decoding the responses.
-        """
+        """`seed` is the run's."""
         self._pool = pool
         self._reward = reward
         self._rollout = rollout
         self._seed = seed
         self._expected_length = ExpectedLength(rollout.max_response_tokens)
-        self._decode = decoder(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._decode = decoder(tokenizer)
         self._turnstile = TextExecutor()
 
     async def start(self) -> None:

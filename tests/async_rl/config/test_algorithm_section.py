@@ -83,12 +83,9 @@ def test_what_cannot_stream_needs_a_synchronous_run(algorithm: dict[str, Any], w
             {"algorithm": {"name": "ppo", "options": {"critic_iterations_alone": 7}}, "train": {"iterations": 7}},
             r"critic_iterations_alone is 7, but train\.iterations is 7: the policy would never learn; lower the one",
         ),
-        *(
-            (
-                {"algorithm": {"name": "ppo"}, "prompts": {key: 3}},
-                rf"prompts\.{key} is 3 with .*'ppo': .* learns from such prompts, too; set prompts\.{key} = 0",
-            )
-            for key in ("reserve", "pass_over")
+        (
+            {"algorithm": {"name": "ppo"}, "prompts": {"reserve": 3}},
+            r"prompts\.reserve is 3 with .*'ppo': .* learns from such prompts, too; set prompts\.reserve = 0",
         ),
         ({"algorithm": {"name": "ppo", "options": {"gamma": 1.1}}}, r"options\.gamma.* less than or equal to 1"),
         *(

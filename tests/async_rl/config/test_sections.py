@@ -73,73 +73,6 @@ def test_a_reserve_that_cannot_be_selected_from_is_refused(
         load_config(config_file, ["--prompts.reserve=2", *settings])
 
 
-@pytest.mark.parametrize(
-    ("epochs", "num_rows", "settings", "iterations"),
-    [
-        ("1", 40, [], 10),
-        ("3", 42, [], 32),
-        ("0.1", 120, [], 3),  # As floats a little more than 3.
-        ("1e-9", 40, [], 1),
-        ("1e9", 2**31, [], 10**9 * 2**29),
-        ("2", 42, ["--prompts.reserve=2"], 14),
-    ],
-)
-def test_epochs_are_as_many_iterations_as_draw_every_row_so_often(
-    config_file: Path, epochs: str, num_rows: int, settings: list[str], iterations: int
-) -> None:
-    config = load_config(config_file, ["--train.iterations=null", f"--train.epochs={epochs}", *settings])
-    counted = config.with_iterations(num_rows)
-    assert counted.train.num_iterations == iterations and counted.train.epochs == float(epochs)
-    assert counted.prompts == config.prompts and config.train.iterations is None
-    assert load_config(config_file).with_iterations(num_rows).train.num_iterations == 3
-
-
-NO_ITERATIONS = ["--train.iterations=null"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (NO_ITERATIONS, "iterations and train.epochs are both missing: set one of them"),
-        (["--train.epochs=2"], "train.iterations is 3 and train.epochs is 2, but .* remove one"),
-        ([*NO_ITERATIONS, "--train.epochs=0"], r"train\.epochs: Input should be greater than 0"),
-        ([*NO_ITERATIONS, "--train.epochs=nan"], r"train\.epochs: "),
-        ([*NO_ITERATIONS, "--train.epochs=inf"], r"train\.epochs: "),
-        ([*NO_ITERATIONS, "--train.epochs=2e9"], r"train\.epochs: Input should be less than or equal to 1000000000"),
-        ([*NO_ITERATIONS, "--train.epochs=true"], r"train\.epochs: Input should be a number, not a truth value"),
-        ([*NO_ITERATIONS, "--train.epochs=2", "--prompts.pass_over=1"], r"epochs is 2 with prompts\.pass_over = 1: "),
-    ],
-)
-def test_a_length_that_is_none_or_two_or_cannot_be_counted_is_refused(
-    config_file: Path, settings: list[str], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        load_config(config_file, settings)
-
-
-def test_epochs_of_a_mixture_are_refused_and_those_of_its_only_part_counted(config_file: Path) -> None:
-    part = '\n[[prompts.mixture]]\nname = "{}"\nsource = "{}.jsonl"\n'
-    one = MINIMAL.replace('source = "rows.jsonl"\n', "").replace("iterations = 3", "epochs = 2") + part.format("a", "a")
-    config_file.write_text(one)
-    assert load_config(config_file).with_iterations(41).train.num_iterations == 21
-    config_file.write_text(one + part.format("b", "b"))
-    with pytest.raises(ConfigError, match=r"prompts\.mixture has 2 parts, .*set train\.iterations instead"):
-        load_config(config_file)
-
-
-def test_a_critic_is_not_alone_in_all_epochs(config_file: Path) -> None:
-    words = [
-        "--train.iterations=null",
-        "--train.epochs=1",
-        "--algorithm.name=ppo",
-        "--algorithm.options.critic_iterations_alone=10",
-    ]
-    config = load_config(config_file, words)
-    assert config.with_iterations(44).train.num_iterations == 11
-    with pytest.raises(ConfigError, match=r"alone is 10, but train\.iterations is 10 \(train\.epochs = 1\)"):
-        config.with_iterations(40)
-
-
 def test_a_group_of_one_response_is_refused_since_it_trains_nothing(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"responses_per_prompt is 1, but .*'grpo' compares.*nothing is learned"):
         load_config(config_file, ["--rollout.responses_per_prompt=1"])
@@ -194,9 +127,7 @@ def test_a_seed_has_63_bits(config_file: Path) -> None:
     assert load_config(config_file, [f"--run.seed={2**63 - 1}"]).run.seed == 2**63 - 1
 
 
-@pytest.mark.parametrize(
-    "name", ["run.dir", "prompts.cache_dir", "publish.snapshot_dir", "prompts.source", "model.path"]
-)
+@pytest.mark.parametrize("name", ["run.dir", "publish.snapshot_dir", "prompts.source", "model.path"])
 def test_texts_have_no_zero_character(config_file: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}: Input should have no zero character"):
         load_config(config_file, [f"--{name}=a\0b"])
@@ -208,10 +139,6 @@ def test_an_argument_of_an_engine_has_no_zero_character(config_file: Path) -> No
 
 
 WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
-    "prompts.curriculum_order=descending": (
-        "--prompts.curriculum_iterations=1",
-        "--prompts.columns.difficulty=d",
-    ),
     "reward.column=which": ('--reward.parts=[{name = "math"}]',),
     "algorithm.teacher_coef=2": ("--algorithm.teacher=t",),
     "inference.tensor_parallel=2": ("--inference.engine=vllm",),

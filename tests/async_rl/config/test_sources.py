@@ -27,8 +27,8 @@ from tests.support.minimal_config import MINIMAL
         ('[ "run" ]\n"dir" = \'x\'', {"run.dir": 2}),
         ("[run]\r\ndir = 'a'\r\nseed = 1\r\n", {"run.dir": 2, "run.seed": 3}),
         (
-            "[prompts]\nsystem_prompt = 'a\u2028b\x85c'\npass_over = 3",
-            {"prompts.system_prompt": 2, "prompts.pass_over": 3},
+            "[prompts]\nsystem_prompt = 'a\u2028b\x85c'\nreserve = 3",
+            {"prompts.system_prompt": 2, "prompts.reserve": 3},
         ),
         ("", {}),
     ],

@@ -77,18 +77,14 @@ def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
 def make_producer(loop: EventLoopThread, tokenizer: PreTrainedTokenizerBase) -> Iterator[Callable[..., Producer]]:
     producers: list[tuple[Producer, InferencePool]] = []
 
-    def make(
-        *instances: Any, reward: Reward | None = None, seed: int = 1, skip_special_tokens: bool = True, **options: Any
-    ) -> Producer:
+    def make(*instances: Any, reward: Reward | None = None, seed: int = 1, **options: Any) -> Producer:
         urls = tuple(instance.url for instance in instances)
         pool = InferencePool(PoolSection(instances=urls, timeout_s=1.0))
         loop.run(pool.wait_until_ready())
         loop.run(pool.begin_publish())
         loop.run(pool.end_publish("v1", urls))
         rollout = RolloutSection(responses_per_prompt=4, max_response_tokens=8)
-        maker = SingleTurns(
-            pool, reward or Lengths(), tokenizer, rollout, seed, skip_special_tokens=skip_special_tokens
-        )
+        maker = SingleTurns(pool, reward or Lengths(), tokenizer, rollout, seed)
         producer = Producer(maker, loop, **options)
         producers.append((producer, pool))
         return producer
@@ -412,15 +408,6 @@ def test_whoever_waits_for_a_group_can_be_called_away(instances, make_producer) 
     producer.watch = stop
     with pytest.raises(RunStopped), producer.start(batch(1), "v1") as run:
         drain(run)
-
-
-def test_special_tokens_are_in_the_text_where_a_reward_asks_for_them(instances, make_producer, tokenizer) -> None:
-    producer = make_producer(*instances({}), skip_special_tokens=False)
-    with producer.start(batch(6), "v1") as run:
-        responses = [response for group in drain(run) for response in group.responses]
-    ended = [response for response in responses if response.token_ids[-1] == tokenizer.eos_token_id]
-    assert all(r.text == tokenizer.decode(list(r.token_ids), skip_special_tokens=False) for r in responses)
-    assert all(response.text.endswith("<eos>") for response in ended)
 
 
 @pytest.fixture

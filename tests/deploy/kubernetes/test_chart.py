@@ -13,10 +13,8 @@ import pytest
 import yaml
 
 from async_rl.config.file import load_config
-from async_rl.rollouts.fleet.metrics import INSTANCE_GAUGES, RUN_GAUGES
 from deploy.kubernetes.__main__ import CHART
 from deploy.kubernetes.training_pod import MAY_PASS
-from tests.support import ROOT
 from tests.support.parts import needs_part
 from tests.support.strict_schema import check
 
@@ -241,17 +239,6 @@ def test_the_autoscaler_alone_sets_the_number_of_instances(objects_of: Callable[
     assert own.items() <= pods["metadata"]["labels"].items()
     ports = {each["name"]: each["containerPort"] for each in pods["spec"]["containers"][0]["ports"]}
     assert ports[monitored["podMetricsEndpoints"][0]["port"]] == 8600
-
-
-def test_the_dashboard_shows_every_metric_of_the_endpoint_and_no_other(objects_of: Callable[[str], list[Any]]) -> None:
-    [dashboard] = [each for each in objects_of("elastic") if each["metadata"]["name"].endswith("-dashboard")]
-    shown = set(re.findall(r"async_rl_\w+", json.dumps(json.loads(dashboard["data"]["async-rl.json"])["panels"])))
-    gauges = {name for name, _ in [*RUN_GAUGES.values(), *INSTANCE_GAUGES.values()]}
-    others = {"instance_state", "instance_tokens_total", "instance_failures_total", "weight_publishes_total"}
-    assert shown == gauges | {f"async_rl_{name}" for name in others}
-    listed = (ROOT / "docs" / "elastic_pool.md").read_text()
-    # In full, or what it has beyond the prefix of those beside it.
-    assert all(any(name.removeprefix(f"async_rl{of}") in listed for of in ("_instance", "")) for name in shown)
 
 
 @needs_part("ray")

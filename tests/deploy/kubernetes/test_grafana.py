@@ -38,6 +38,9 @@ def exposed(pool: InferencePool) -> dict[str, set[str]]:
 def test_it_asks_for_all_that_is_exposed_and_for_nothing_else(pool: InferencePool) -> None:
     asked = {name for query in QUERIES for name in re.findall(r"\basync_rl_\w+", query)}
     assert asked == exposed(pool).keys(), "give each a panel in deploy/kubernetes/chart/files/dashboard.json"
+    listed = (ROOT / "docs" / "elastic_pool.md").read_text()
+    # In full, or what it has beyond the prefix of those beside it.
+    assert all(any(name.removeprefix(f"async_rl{of}") in listed for of in ("_instance", "")) for name in asked)
 
 
 def test_it_groups_and_names_by_labels_that_are_there(pool: InferencePool) -> None:

@@ -47,7 +47,9 @@ def test_each_node_starts_torchrun_with_its_own_rank(tmp_path: Path) -> None:
 
 
 def test_instances_are_an_array_whose_tasks_register_by_the_runs_directory(tmp_path: Path) -> None:
-    script = instances_script(make_plan(tmp_path, cluster={"max_instances": 6, "slurm_instance_options": ["--nice=5"]}))
+    script = instances_script(
+        make_plan(tmp_path, cluster={"max_instances": 6, "slurm_options": {"instances": ["--nice=5"]}})
+    )
     given = options(script)
     assert {"--array=0-5", "--nodes=1", "--gres=gpu:2", "--cpus-per-task=3", "--requeue"} <= set(given)
     assert f"--output={tmp_path}/mine/logs/instance-%a.log" in given and given[-1] == "--nice=5"

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
 
-from async_rl.method.group_proof import GroupProof
 from async_rl.method.types import Batch, Group
 from tests.support.finished_groups import Arriving
 
@@ -27,9 +26,6 @@ class ReplayedRolloutSource:
 
     def batch(self, iteration: int) -> Batch:
         return Batch(iteration, {group.index: group.prompt for group in self._groups})
-
-    def note(self, rows: Sequence[GroupProof]) -> None:
-        pass
 
     @contextmanager
     def start(self, mini_batches: Sequence[Batch], version: str) -> Iterator[Arriving]:

@@ -13,11 +13,9 @@ from async_rl.shared.locks.run_lock import lock_run
 from tests.support.minimal_config import minimal_tree
 
 
-def require(run_dir: Path, snapshot_dir: Path | None = None, cache_dir: Path | None = None) -> None:
+def require(run_dir: Path, snapshot_dir: Path | None = None) -> None:
     tree: dict[str, Any] = minimal_tree()
     tree["run"]["dir"] = str(run_dir)
-    if cache_dir is not None:
-        tree["prompts"]["cache_dir"] = str(cache_dir)
     if snapshot_dir is not None:
         tree["publish"] = {"snapshot_dir": str(snapshot_dir)}
     require_paths(parse_config(tree, "here"))
@@ -38,10 +36,10 @@ def test_a_relative_directory_is_one_of_the_working_directory(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "file/below/it"])
-@pytest.mark.parametrize("key", ["run.dir", "publish.snapshot_dir", "prompts.cache_dir"])
+@pytest.mark.parametrize("key", ["run.dir", "publish.snapshot_dir"])
 def test_a_file_on_the_way_is_named(tmp_path: Path, key: str, place: str) -> None:
     (tmp_path / "file").touch()
-    keys = ("run.dir", "publish.snapshot_dir", "prompts.cache_dir")
+    keys = ("run.dir", "publish.snapshot_dir")
     places = [tmp_path / (place if name == key else "good") for name in keys]
     with pytest.raises(ConfigError, match=rf"{key} is '.*', but '.*/file' is a file: name a directory"):
         require(*places)

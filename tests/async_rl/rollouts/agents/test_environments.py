@@ -66,9 +66,7 @@ def make(loop: EventLoopThread, tiny_model: Callable[..., Path]) -> Iterator[Cal
         tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model())
         pool: Any = ScriptedPool()
         prompts = PromptsSection(source="x.jsonl", prompts_per_batch=1, chat_template=False)
-        programs = make_program_rollouts(
-            rollout, prompts, 1, "m", pool, tokenizer, reward, skip_special_tokens=True, program=environments
-        )
+        programs = make_program_rollouts(rollout, prompts, 1, "m", pool, tokenizer, reward, program=environments)
         producer = Producer(programs, loop, on_figures=records.append)
         producers.append(producer)
         return producer

@@ -92,7 +92,6 @@ class Rig:
         prompts = PromptsSection(source="x.jsonl", prompts_per_batch=1)
         programs = make_program_rollouts(
             *(rollout, prompts, 1, "a model", pool, self.tokenizer, scores),
-            skip_special_tokens=True,
             program=WorkerProgram(rollout),
         )
         producer = Producer(programs, self.loop, on_figures=on_figures)
@@ -187,9 +186,9 @@ def test_a_program_that_never_asks_is_a_failure_and_not_a_rollout(rig: Rig, monk
 
 @pytest.mark.parametrize("reward", [True, False])
 def test_limits_are_outcomes_with_a_reward(rig: Rig, reward: bool) -> None:
-    (group,) = rig.groups(rig.make(reward=reward, timeout_s=1.0, truncated_reward=-1.0), [{"late": True}])
+    (group,) = rig.groups(rig.make(reward=reward, timeout_s=1.0), [{"late": True}])
     assert [facts.status for facts in group.rollouts] == ["truncated"] * 4
-    assert all(value >= 100 if reward else value == -1.0 for value in group.rewards)
+    assert all(value >= 100 if reward else value == 0.0 for value in group.rewards)
 
 
 def test_the_reward_sees_the_last_turn_and_scores_where_the_program_does_not(rig: Rig) -> None:

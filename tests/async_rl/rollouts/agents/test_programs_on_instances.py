@@ -64,7 +64,6 @@ class Rig:
         prompts = PromptsSection(source="x.jsonl", prompts_per_batch=4)
         programs = make_program_rollouts(
             *(rollout, prompts, 3, "m", pool, self.tokenizer, reward),
-            skip_special_tokens=True,
             program=WorkerProgram(rollout),
         )
         self.loop.run(pool.wait_until_ready())

@@ -93,7 +93,7 @@ def test_a_row_carries_its_part_and_what_the_part_says(parts: list[dict[str, Any
         {"deduplicate": True, "chat_template": False},
         {"held_out": 0.3},
         {"held_out": 7, "curriculum_iterations": 6},
-        {"curriculum_iterations": 40, "curriculum_order": "descending"},
+        {"curriculum_iterations": 40},
     ],
 )
 def test_other_ranks_and_later_starts_have_the_same_batches(

@@ -63,7 +63,7 @@ def test_it_samples_as_the_set_says_and_scores_what_was_said() -> None:
     pool, tokenizer = Pool(), Tokenizer()
     parts: tuple[Any, ...] = (pool, Reward(), tokenizer)
     rollout = RolloutSection(max_response_tokens=9, stop_token_ids=(2,), temperature=0.9)
-    maker = SingleTurns(*parts, rollout, 3, skip_special_tokens=False)
+    maker = SingleTurns(*parts, rollout, 3)
     config = EvaluationSet(name="held-out", source="rows.jsonl", num_samples=4, temperature=0.5, top_p=0.95, top_k=20)
     scored = ScoredPrompt.of(*asyncio.run(maker.evaluate(config, PROMPT, "v5")))
     assert (scored.rewards, scored.num_tokens, scored.num_truncated) == ((0.0, 1.0, 2.0, 3.0), 8, 1)
@@ -72,7 +72,7 @@ def test_it_samples_as_the_set_says_and_scores_what_was_said() -> None:
     assert (sampling.n, sampling.max_tokens, sampling.temperature, sampling.stop_token_ids) == (4, 9, 0.5, [2])
     assert (sampling.top_p, sampling.top_k) == (0.95, 20)
     assert sampling.seed == evaluation_seed(3, "held-out", "7")
-    assert tokenizer.skipped == [False]
+    assert tokenizer.skipped == [True]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,7 @@ def test_a_program_is_evaluated_as_it_is_trained(tiny_model: Callable[..., Path]
     shown: list[Any] = []
 
     async def score(row: dict[str, Any], version: str) -> ScoredPrompt:
-        programs = make_program_rollouts(
-            rollout, prompts, 3, "m", pool, tokenizer, reward, skip_special_tokens=True, program=TwoTurns()
-        )
+        programs = make_program_rollouts(rollout, prompts, 3, "m", pool, tokenizer, reward, program=TwoTurns())
         config = EvaluationSet(
             name="held-out", source="rows.jsonl", num_samples=4, temperature=temperature, top_p=0.9, top_k=7
         )
@@ -188,9 +186,7 @@ def test_a_program_gets_the_messages_of_a_set_by_the_settings_of_that_set(
     pool: Any = ScriptedPool(lambda context, seed: [9, 1])
 
     async def score() -> None:
-        programs = make_program_rollouts(
-            rollout, prompts, 3, "m", pool, tokenizer, reward, skip_special_tokens=True, program=program
-        )
+        programs = make_program_rollouts(rollout, prompts, 3, "m", pool, tokenizer, reward, program=program)
         prompt = Prompt("7", (3, 4), row)
         config = EvaluationSet.model_validate({"name": "other", "source": "y.jsonl", "num_samples": 1} | of_set)
         await programs.evaluate(config, prompt, "v5")
