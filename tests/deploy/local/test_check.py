@@ -205,6 +205,20 @@ def test_pools_that_share_a_device_fit_on_it_together(workplace: Path) -> None:
     assert find_misfits(load_config(Path("run.toml"), words), forecast, Capacity(host, device)).errors == ()
 
 
+def test_what_a_publish_takes_has_to_be_beside_the_share_of_vllm(workplace: Path) -> None:
+    words = ["--trainer.device=cuda", "--inference.engine=vllm"]
+    config = load_config(Path("run.toml"), words)
+    forecast, host = forecast_run(config, read_shape("model")), HostMemory(64 * GIB, 64 * GIB)
+    (needed,) = [part.num_bytes for part in forecast.instance.phases if part.name == "publish"]
+    assert find_misfits(config, forecast, Capacity(host, 10 * needed + 10)).errors == ()
+    (error,) = find_misfits(config, forecast, Capacity(host, 5 * needed)).errors
+    assert '"--gpu-memory-utilization", "0.8" or less' in str(error)
+    snapshot = [*words, "--publish.transport=snapshot", "--publish.snapshot_dir=/dev/shm/w"]
+    assert [
+        part.name for part in forecast_run(load_config(Path("run.toml"), snapshot), read_shape("model")).instance.phases
+    ] == ["one step"]
+
+
 def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       1000 kB\nMemAvailable:    600 kB\n")
