@@ -192,6 +192,7 @@ vars(npu).update(
     get_rng_state=lambda device=None: torch.get_rng_state(),
     set_rng_state=lambda state, device=None: torch.set_rng_state(state),
     default_generators=(torch.default_generator,) * 8,
+    mstx=types.SimpleNamespace(range_start=lambda *_: 0, range_end=lambda *_: None),
     get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
 )
 torch._register_device_module("npu", npu)
@@ -282,6 +283,7 @@ npu_grouped_matmul = _fused("npu_grouped_matmul")
 
 unsupported_dtype = [torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8]
 
-_native = types.ModuleType("torch_npu._C._distributed_c10d")
+_C, _native = types.ModuleType("torch_npu._C"), types.ModuleType("torch_npu._C._distributed_c10d")
 vars(_native)["ProcessGroupHCCL"] = ProcessGroupHCCL
-sys.modules |= {"torch_npu.npu": npu, "torch_npu._C": types.ModuleType("torch_npu._C"), _native.__name__: _native}
+vars(_C)["_distributed_c10d"] = _native
+sys.modules |= {module.__name__: module for module in (npu, _C, _native)}
