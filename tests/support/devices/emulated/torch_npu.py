@@ -252,12 +252,10 @@ class _ToDevice(torch.autograd.Function):
         return native.host_view(gradient), None
 
 
-def _fused(name: str) -> Callable[..., Any]:
+def on_host(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
     """The operator on tensors of the device, computed on the host."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        from tests.support.devices.fake_torch_npu import FakeTorchNPU
-
         index = native.current_device()
 
         def down(x: torch.Tensor) -> Any:
@@ -269,9 +267,18 @@ def _fused(name: str) -> Callable[..., Any]:
             return _ToDevice.apply(x, index) if x.requires_grad else native.adopt(x, index)  # type: ignore[no-untyped-call]
 
         given = tree_map_only(torch.Tensor, down, (list(args), kwargs))
-        return tree_map_only(torch.Tensor, up, getattr(FakeTorchNPU(), name)(*given[0], **given[1]))
+        return tree_map_only(torch.Tensor, up, operator(*given[0], **given[1]))
 
     return call
+
+
+def _fused(name: str) -> Callable[..., Any]:
+    def operator(*args: Any, **kwargs: Any) -> Any:
+        from tests.support.devices.fake_torch_npu import FakeTorchNPU
+
+        return getattr(FakeTorchNPU(), name)(*args, **kwargs)
+
+    return on_host(name, operator)
 
 
 npu_fusion_attention = _fused("npu_fusion_attention")

@@ -13,6 +13,9 @@ from tests.support.trainer.layout_comparison import OneRank, Ranks, compare
 from tests.support.trainer.layout_matrix import cases, cover_of, in_bfloat16, with_frozen_models
 from trainer.parallel import Parallel
 
+CUDA_WORKER = "tests.support.devices.emulated.cuda_worker"
+"""A program only: it needs an emulated NPU to be imported."""
+
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 
@@ -34,6 +37,16 @@ def test_every_kind_and_setting_of_two_ranks_trains_what_a_cpu_trains(
     one_rank: OneRank, on_npus: Ranks, tmp_path: Path
 ) -> None:
     compare(cover_of(with_frozen_models(cases(2)), strength=1), one_rank, tmp_path, 600, on_npus)
+
+
+@pytest.mark.nightly
+def test_the_module_for_cuda_trains_what_a_cpu_trains(one_rank: OneRank, tmp_path: Path) -> None:
+    """In bfloat16, which its kernel takes."""
+    if (reason := lacking()) is not None:
+        pytest.skip(reason)
+    ranks = Ranks(CUDA_WORKER, emulated_environment(tmp_path))
+    compare(cover_of(in_bfloat16(cases(2))), one_rank, tmp_path, 1700, ranks)
+    assert not recorded_races(tmp_path)
 
 
 @pytest.mark.nightly
