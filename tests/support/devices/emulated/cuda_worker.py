@@ -23,7 +23,7 @@ if __name__ == "__main__":
     operators: tuple[Callable[..., Any], ...] = (FakeFlash().forward, FakeFlash().backward)
     for name, operator in zip(FLASH, operators, strict=True):
         library.impl(name, on_host(name, operator), "PrivateUse1")
-    cuda = import_module("trainer.devices.cuda")
+    cuda: Any = import_module("trainer.devices.cuda")
     cuda.DEVICE, cuda.BACKEND = torch.device("npu", cuda.DEVICE.index), "hccl"
     cuda.MODEL_OPTIONS["bias_activation_fusion"] = True
     cuda.prepare()
