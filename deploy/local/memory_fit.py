@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from async_rl.checks.forecast.instance_memory import vllm_device_share
+from async_rl.checks.forecast.instance_memory import PUBLISH, vllm_device_share
 from async_rl.checks.forecast.run_forecast import RunForecast
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
@@ -61,9 +61,26 @@ def find_misfits(config: Config, forecast: RunForecast, capacity: Capacity) -> M
         for name, memory in (("training rank", forecast.rank), ("instance", forecast.instance)):
             if memory.num_bytes > capacity.device_bytes:
                 errors.append(_device_error(f"a {name} needs", memory.num_bytes, capacity.device_bytes))
+        if config.inference.engine == "vllm" and not errors:
+            errors += _publish_errors(config, forecast, capacity.device_bytes)
         if config.run.placement != "separate" and not errors:
             errors += _shared_device_errors(config, forecast, capacity.device_bytes)
     return Misfits(tuple(errors), tuple(warnings))
+
+
+def _publish_errors(config: Config, forecast: RunForecast, device_bytes: int) -> list[ConfigError]:
+    """vLLM's cache fills its share of a device to the end, so what a publish takes has to be beside it."""
+    share = vllm_device_share(config.inference.engine_options)
+    needed = sum(part.num_bytes for part in forecast.instance.phases if part.name == PUBLISH)
+    if needed <= (1 - share) * device_bytes:
+        return []
+    return [
+        ConfigError(
+            f"vLLM takes {share:.0%} of its device of {device_bytes / GIB:.1f} GiB, and a publish needs "
+            f'{needed / GIB:.1f} GiB beside it: add "--gpu-memory-utilization", '
+            f'"{int((1 - needed / device_bytes) * 100) / 100}" or less to inference.engine_options'
+        )
+    ]
 
 
 def _shared_device_errors(config: Config, forecast: RunForecast, device_bytes: int) -> list[ConfigError]:

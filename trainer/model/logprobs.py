@@ -82,9 +82,9 @@ class _ResponseLogprobs(torch.autograd.Function):
         chunks = list(_chunks(hidden_RH, weight_VH))
         for rows in chunks:
             logits_CV = _logits(hidden_RH[rows], weight_VH, temperature, ops)
-            indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, logits_CV)
+            places_N, is_here_N = _label_places(label_rows_N, own_labels_N, rows, logits_CV)
             # Not times 0: another row of the chunk may hold a NaN.
-            label_logits_N += logits_CV[indices].masked_fill_(~is_here_N, 0.0)
+            label_logits_N += logits_CV.view(-1).index_select(0, places_N).masked_fill_(~is_here_N, 0.0)
             lse_C1 = ops.log_normalizer(logits_CV)
             lses.append(lse_C1[:, 0])
             if with_entropy:
@@ -143,8 +143,9 @@ class _ResponseLogprobs(torch.autograd.Function):
                 dlogits_CV = logprobs_CV.exp_().mul_(scale_CV)
             else:
                 dlogits_CV = probs_RV.mul_(-sums_R[rows, None])
-            indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, dlogits_CV)
-            dlogits_CV.index_put_(indices, dlogits_N * is_here_N, accumulate=True)
+            places_N, is_here_N = _label_places(label_rows_N, own_labels_N, rows, dlogits_CV)
+            # Not `index_put_`, which sorts all labels on a device, in every chunk.
+            dlogits_CV.view(-1).scatter_add_(0, places_N, dlogits_N * is_here_N)
             dscores_CV = dlogits_CV.to(weight_VH.dtype)
             dhidden.append(ctx.ops.matmul(dscores_CV, weight_VH))
             part_VH = ctx.ops.matmul(dscores_CV.T, hidden_RH[rows])
@@ -170,17 +171,18 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
-def _label_indices(
+def _label_places(
     label_rows_N: torch.Tensor, own_labels_N: torch.Tensor, rows: slice, logits_CV: torch.Tensor
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(row, column) of every label in a chunk's logits, and whether the label is in the chunk; the indices are clamped.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each label is in a chunk's flattened logits, and whether it is there; if not, some place of the chunk.
 
-    Selecting the labels that are in the chunk would synchronize with the device.
+    Selecting the labels that are in the chunk would synchronize with the device; additions of their zeros to one place
+    would wait for each other.
     """
     num_rows, num_columns = logits_CV.shape
     row_N, column_N = label_rows_N - rows.start, own_labels_N
     is_here_N = (row_N >= 0) & (row_N < num_rows) & (column_N >= 0) & (column_N < num_columns)
-    return (row_N.clamp(0, num_rows - 1), column_N.clamp(0, num_columns - 1)), is_here_N
+    return row_N.remainder(num_rows) * num_columns + column_N.remainder(num_columns), is_here_N
 
 
 def _power_sums(probs_CV: torch.Tensor) -> torch.Tensor:

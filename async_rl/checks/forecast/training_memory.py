@@ -10,7 +10,15 @@ Shape legend: T rows of a micro-batch, H hidden size, F feed-forward size, V voc
 from dataclasses import dataclass
 from math import ceil
 
-from async_rl.checks.forecast.memory import MIB, MemoryPart, ProcessMemory
+from async_rl.checks.forecast.memory import (, BASE, COMMUNICATORS
+    COMMUNICATOR_BYTES,
+    FINGERPRINT_BYTES,
+    MIB,
+    MemoryPart,
+    ProcessMemory,
+    fragmentation,
+    messages_bytes,
+)
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.config.trainer_section import TrainerSection
@@ -20,10 +28,13 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 WIDE_BYTES = 4
 """Gradient sums, master weights, moments, logits: float32 whatever the model's dtype."""
 
-BASE_BYTES = {"cpu": 350 * MIB, "cuda": 900 * MIB, "npu": 900 * MIB}
+BASE_BYTES = {"cpu": 350 * MIB, "cuda": 700 * MIB, "npu": 700 * MIB}
 """A rank before it has a model. On a CPU the resident memory of the interpreter with torch, Megatron and transformers,
-as measured (docs/benchmarks.md). On a device what its context, libraries and communicators take there,
-which differs between drivers and is an assumption."""
+as measured (docs/benchmarks.md). On a device what its context and libraries take there, which differs between drivers
+and is an assumption."""
+
+ATTENTION_BLOCK = 128
+"""FlashAttention-2 pads each sequence so far in the float32 sums of its backward pass (torch's flash_api.cpp)."""
 
 CHUNK_BYTES = 256 * MIB
 """As in `trainer/model/logprobs.py`, which cannot be imported from here; a test compares them."""
@@ -54,6 +65,17 @@ class Shares:
             trainer.expert_parallel,
             replicas,
         )
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of processes on devices that a rank is in: one of each axis, and that of all ranks."""
+        all_ranks = self.tensor * self.pipeline * self.num_replicas
+        return sum(size > 1 for size in (self.tensor, self.pipeline, self.num_replicas, self.expert, all_ranks))
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether tensors have to be put together from several ranks."""
+        return self.tensor * self.pipeline * self.expert > 1
 
     @property
     def num_expert_replicas(self) -> int:
@@ -181,6 +203,32 @@ def logits_bytes(model: ModelShape, shares: Shares, config: Config) -> int:
     return 3 * rows * row_bytes
 
 
+def attention_workspace_bytes(model: ModelShape, shares: Shares, config: Config) -> int:
+    """Of the backward pass of one layer's attention on a device: float32 sums of the queries' gradients, padded, and
+    the gradients of keys and values for each query head. Responses count with their full length."""
+    rows = micro_batch_rows(config)
+    num_segments = ceil(rows / group_rows(config) * (1 + config.rollout.responses_per_prompt))
+    width = ceil(model.num_heads / shares.tensor) * model.head_dim
+    sums = (rows + ATTENTION_BLOCK * num_segments) * width * WIDE_BYTES
+    return sums + 2 * rows * width * WEIGHT_BYTES[config.model.dtype]
+
+
+def publish_bytes(config: Config, model: ModelShape, own: RankParameters, shares: Shares) -> int:
+    """Of the first rank, which sends the weights, besides the model.
+
+    A broadcast between devices has one message on its way and packs the next one, from tensors that are put together
+    where ranks divide them.
+    """
+    width, parcels = WEIGHT_BYTES[config.model.dtype], 2 * PARCEL_BYTES if shares.divides_model else 0
+    # The canary's copy of a tied head.
+    exported = parcels or own.largest * width
+    if config.trainer.device == "cpu" or config.publish.transport != "broadcast":
+        return exported
+    number = 3 if shares.divides_model else 2
+    messages = messages_bytes(number, model.num_parameters * width, model.vocabulary_parameters * width)
+    return exported + messages + FINGERPRINT_BYTES
+
+
 def rank_memory(
     config: Config, model: ModelShape, num_ranks: int, teacher: ModelShape | None, critic: ModelShape | None
 ) -> ProcessMemory:
@@ -196,7 +244,11 @@ def rank_memory(
     shares = Shares.of(config.trainer, num_ranks)
     own, dtype, device = rank_parameters(model, shares), config.model.dtype, config.trainer.device
     fused = device != "cpu"
-    resident = [MemoryPart("base of the process", BASE_BYTES[device], _base_reason(device))]
+    resident = [MemoryPart(BASE, BASE_BYTES[device], _base_reason(device))]
+    if device != "cpu":
+        num_groups = shares.num_groups + (config.publish.transport == "broadcast")
+        buffers = MemoryPart(COMMUNICATORS, num_groups * COMMUNICATOR_BYTES[device], f"{num_groups} groups, assumed")
+        resident += [buffers] * (num_groups > 0)
     trained = _trained_parts("", own, shares, dtype)
     if critic is not None:
         trained += _trained_parts("critic's ", rank_parameters(critic, shares), shares, dtype)
@@ -216,6 +268,7 @@ def rank_memory(
         away = [part for part in trained if not part.name.endswith("gradients")]
         on_host = (*away, *frozen)
     activations = activation_bytes(model, shares, config, fused_swiglu=fused)
+    workspace = 0 if device == "cpu" else attention_workspace_bytes(model, shares, config)
     head_gradient = ceil(model.vocabulary_parameters / shares.tensor) * WIDE_BYTES
     logits = logits_bytes(model, shares, config)
     rows = micro_batch_rows(config)
@@ -223,22 +276,25 @@ def rank_memory(
     phases = (
         MemoryPart(
             "activations and logits",
-            activations + max(logits, logits // 3 + 2 * head_gradient),
+            activations + workspace + max(logits, logits // 3 + 2 * head_gradient),
             f"{rows} rows ({limit}), recompute = {config.trainer.recompute!r}: activations "
-            f"{activations / MIB:,.0f} MiB, logits {logits / MIB:,.0f} MiB",
+            f"{activations / MIB:,.0f} MiB, logits {logits / MIB:,.0f} MiB"
+            + (f", attention's workspace {workspace / MIB:,.0f} MiB" if workspace else ""),
         ),
         _optimizer_phase(own, device),
         MemoryPart(
             "publish",
-            2 * PARCEL_BYTES if shares.tensor * shares.pipeline > 1 else own.largest * WEIGHT_BYTES[dtype],
+            publish_bytes(config, model, own, shares),
             "tensors that are put together and sent; the canary's copy of a tied head",
         ),
     )
+    if device != "cpu":
+        resident.append(fragmentation(resident, phases))
     return ProcessMemory(tuple(resident), phases, device == "cpu", on_host)
 
 
 def _base_reason(device: str) -> str:
-    return "interpreter and libraries, as measured" if device == "cpu" else "context and communicators, assumed"
+    return "interpreter and libraries, as measured" if device == "cpu" else "context and libraries, assumed"
 
 
 def _trained_parts(whose: str, parameters: RankParameters, shares: Shares, dtype: str) -> list[MemoryPart]:

@@ -236,6 +236,20 @@ def test_pools_that_take_turns_need_the_larger_one_and_the_base_of_the_other(wor
     assert f'"--gpu-memory-utilization", "{int(share * 100) / 100}" or less' in error or share > 0.9
 
 
+def test_what_a_publish_takes_has_to_be_beside_the_share_of_vllm(workplace: Path) -> None:
+    words = ["--trainer.device=cuda", "--inference.engine=vllm"]
+    config = load_config(Path("run.toml"), words)
+    forecast, host = forecast_run(config, read_shape("model")), HostMemory(64 * GIB, 64 * GIB)
+    (needed,) = [part.num_bytes for part in forecast.instance.phases if part.name == "publish"]
+    assert find_misfits(config, forecast, Capacity(host, 10 * needed + 10)).errors == ()
+    (error,) = find_misfits(config, forecast, Capacity(host, 5 * needed)).errors
+    assert '"--gpu-memory-utilization", "0.8" or less' in str(error)
+    snapshot = [*words, "--publish.transport=snapshot", "--publish.snapshot_dir=/dev/shm/w"]
+    assert [
+        part.name for part in forecast_run(load_config(Path("run.toml"), snapshot), read_shape("model")).instance.phases
+    ] == ["one step"]
+
+
 def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       1000 kB\nMemAvailable:    600 kB\n")

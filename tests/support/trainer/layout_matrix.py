@@ -82,6 +82,7 @@ class Case:
     reference: bool = True
     frozen_weights: str = "device"
     old_policy: str = "reuse"
+    critic: bool = False
     dtype: str = "float32"
 
     @property
@@ -121,6 +122,7 @@ class Case:
             *["no reference"] * (not self.reference),
             *[f"frozen on {self.frozen_weights}"] * (self.frozen_weights != "device"),
             *[f"old policy {self.old_policy}"] * (self.old_policy != "reuse"),
+            *["critic"] * self.critic,
             *[self.dtype] * (self.dtype != "float32"),
         ]
         return ", ".join([str(self.placement), *marks])
@@ -178,11 +180,11 @@ def cases(num_ranks: int) -> list[Case]:
 
 def with_frozen_models(some: Iterable[Case]) -> list[Case]:
     """Each case with every choice of models besides the policy."""
-    choices = list(product((True, False), ("device", "host"), ("reuse", "model", "lagged")))
+    choices = list(product((True, False), ("device", "host"), ("reuse", "model", "lagged"), (False, True)))
     return [
-        replace(case, reference=reference, frozen_weights=frozen, old_policy=old)
+        replace(case, reference=reference, frozen_weights=frozen, old_policy=old, critic=critic)
         for case in some
-        for reference, frozen, old in choices
+        for reference, frozen, old, critic in choices
     ]
 
 
