@@ -220,6 +220,21 @@ class ModelShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
+def stage_layers(num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each pipeline stage, from 0: as many in each as possible, and fewer at the ends.
+
+    The first stage keeps the most micro-batches and the embedding, the last one computes the logits.
+    """
+    least, left = divmod(num_layers, num_stages)
+    order = [*range(num_stages - 2, 0, -1), num_stages - 1, 0]
+    larger = set(order[:left])
+    first, stages = 0, []
+    for stage in range(num_stages):
+        stages.append(range(first, first + least + (stage in larger)))
+        first = stages[-1].stop
+    return stages
+
+
 def damaged(named: str, key: str, value: object, expected: str) -> ConfigError:
     return ConfigError(f"{named} has {key} = {value!r} in its config.json: expected {expected}; download it again")
 

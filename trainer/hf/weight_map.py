@@ -4,12 +4,13 @@ Shape legend: V vocabulary, H hidden size, A query heads, K key / value heads, D
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import torch
 
-from async_rl.shared.model_shape import ModelShape
+from async_rl.shared.model_shape import ModelShape, stage_layers
 from trainer.parallel import Parallel
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -62,6 +63,55 @@ class GroupedQKV:
 
 
 @dataclass(frozen=True, slots=True)
+class SlicedQKV:
+    """A rank's rows of `GroupedQKV`'s tensor where several ranks share a key / value head: an equal share of all rows,
+    wherever it begins. Megatron gathers the ranks' products, and each takes the heads it needs; so every weight is on
+    one rank, and its gradient whole.
+    """
+
+    queries_per_kv: int
+    head_dim: int
+    num_kv_heads: int
+    rank: int
+    num_ranks: int
+
+    @property
+    def rows(self) -> range:
+        """Of the whole tensor, those of this rank."""
+        share = self.num_kv_heads * (self.queries_per_kv + 2) * self.head_dim // self.num_ranks
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    @property
+    def parts(self) -> list[range]:
+        """The rows of q, of k and of v that are among them; they follow each other in each."""
+        group, heads = (self.queries_per_kv + 2) * self.head_dim, (0, self.queries_per_kv, self.queries_per_kv + 1)
+        found = []
+        for first_head, num_heads in zip(heads, (self.queries_per_kv, 1, 1), strict=True):
+            first, size = first_head * self.head_dim, num_heads * self.head_dim
+            start, stop = (
+                row // group * size + min(max(row % group - first, 0), size)
+                for row in (self.rows.start, self.rows.stop)
+            )
+            found.append(range(start, stop))
+        return found
+
+    def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        in_a_row = torch.cat(list(parts))
+        merged = torch.empty_like(in_a_row)
+        merged[torch.cat(self._places()).to(merged.device)] = in_a_row
+        return merged
+
+    def split(self, merged: torch.Tensor) -> list[torch.Tensor]:
+        return [merged[places.to(merged.device)] for places in self._places()]
+
+    def _places(self) -> list[torch.Tensor]:
+        """Where the rows of q, of k and of v are in this rank's tensor."""
+        heads = torch.tensor(self.rows) // self.head_dim % (self.queries_per_kv + 2)
+        kinds = (heads - self.queries_per_kv).clamp(min=-1)
+        return [(kinds == kind).nonzero()[:, 0] for kind in (-1, 0, 1)]
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The number of ranks that divide a model along each axis; all 1 is a whole model on one rank."""
 
@@ -100,8 +150,21 @@ class WeightEntry:
     def is_on(self, parallel: Parallel) -> bool:
         return self.stage == parallel.pp_rank and self.ep_rank in (None, parallel.ep_rank)
 
-    def shard(self, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> tuple[slice, ...]:
-        """The slices of a whole Hugging Face tensor of `shape` that one tensor-parallel rank has."""
+    def on(self, tp_rank: int) -> "WeightEntry":
+        """The entry whose `fusion` is that of one tensor-parallel rank's part."""
+        return replace(self, fusion=replace(self.fusion, rank=tp_rank)) if isinstance(self.fusion, SlicedQKV) else self
+
+    def shards(self, tp_rank: int, tp_size: int) -> list[tuple[slice, ...]]:
+        """The slices that one tensor-parallel rank has of each whole Hugging Face tensor, in `hf_shapes`' order."""
+        fusion = self.on(tp_rank).fusion
+        if isinstance(fusion, SlicedQKV):
+            return [
+                (slice(rows.start, rows.stop), *(slice(0, size) for size in shape[1:]))
+                for rows, shape in zip(fusion.parts, self.hf_shapes.values(), strict=True)
+            ]
+        return [self._shard(shape, tp_rank, tp_size) for shape in self.hf_shapes.values()]
+
+    def _shard(self, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> tuple[slice, ...]:
         if self.divided is None:
             return tuple(slice(0, size) for size in shape)
         share = shape[self.divided] // tp_size
@@ -132,11 +195,18 @@ def tied_head(shape: ModelShape, layout: Layout) -> WeightEntry | None:
     return WeightEntry("output_layer.weight", shapes, Stacked(), layout.pp_size - 1, ROWS)
 
 
+@cache
+def _place_of_layer(num_layers: int, num_stages: int, layer: int) -> tuple[int, int]:
+    """(Its stage, its number within that)."""
+    stages = stage_layers(num_layers, num_stages)
+    return next((stage, layer - layers.start) for stage, layers in enumerate(stages) if layer in layers)
+
+
 class _LayerNames:
     """Creates the entries of one layer from names within it."""
 
     def __init__(self, shape: ModelShape, layout: Layout, layer: int) -> None:
-        self._stage, local_layer = divmod(layer, shape.num_layers // layout.pp_size)
+        self._stage, local_layer = _place_of_layer(shape.num_layers, layout.pp_size, layer)
         self._ours = f"decoder.layers.{local_layer}."
         self._theirs = f"model.layers.{layer}."
 
@@ -156,7 +226,9 @@ class _LayerNames:
 def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:
     H, D = shape.hidden_size, shape.head_dim
     q_size, kv_size = shape.num_heads * D, shape.num_kv_heads * D
-    qkv = GroupedQKV(shape.num_heads // shape.num_kv_heads, D)
+    qkv: Fusion = GroupedQKV(shape.num_heads // shape.num_kv_heads, D)
+    if shape.num_kv_heads < layout.tp_size:
+        qkv = SlicedQKV(shape.num_heads // shape.num_kv_heads, D, shape.num_kv_heads, 0, layout.tp_size)
     entry = _LayerNames(shape, layout, layer).entry
     yield entry("input_layernorm.weight", {"input_layernorm.weight": (H,)})
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):

@@ -44,11 +44,9 @@ def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
         if model.shape.tied and HEAD in files:
             require_tied_head(f"checkpoint {str(checkpoint)!r}", stored_tensors(checkpoint))
         with torch.no_grad():
-            for entry in own:
-                parts = [
-                    files[name].get_slice(name)[entry.shard(shape, parallel.tp_rank, parallel.tp_size)]
-                    for name, shape in entry.hf_shapes.items()
-                ]
+            for entry in (entry.on(parallel.tp_rank) for entry in own):
+                shards = entry.shards(parallel.tp_rank, parallel.tp_size)
+                parts = [files[name].get_slice(name)[at] for name, at in zip(entry.hf_shapes, shards, strict=True)]
                 merged, parameter = entry.fusion.merge(parts), entry.of(parameters)
                 assert merged.shape == parameter.shape, f"{entry.megatron_name}: {merged.shape} != {parameter.shape}"
                 parameter.copy_(merged)

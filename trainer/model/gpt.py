@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.shared.model_shape import ModelShape, Rope
+from async_rl.shared.model_shape import ModelShape, Rope, stage_layers
 from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
@@ -71,7 +71,7 @@ class SharedPromptGPT(GPTModel):
             parallel.device,
             config.params_dtype,
             shape.num_heads // parallel.tp_size,
-            shape.num_kv_heads // parallel.tp_size,
+            max(1, shape.num_kv_heads // parallel.tp_size),
             shape.head_dim,
         )
 
@@ -177,6 +177,7 @@ def build_model(
         cuda_graph_scope=[],
         tensor_model_parallel_size=parallel.tp_size,
         pipeline_model_parallel_size=parallel.pp_size,
+        pipeline_model_parallel_layout=_pipeline_layout(shape.num_layers, parallel.pp_size),
         expert_model_parallel_size=parallel.ep_size,
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.tp_size > 1,
@@ -193,6 +194,13 @@ def build_model(
     _mark_divided(model)
     use_linear(model, parallel.device.LAYER_OPS)
     return model
+
+
+def _pipeline_layout(num_layers: int, num_stages: int) -> str | None:
+    """The layers of each stage as Megatron takes them, which divides evenly without."""
+    if num_layers % num_stages == 0:
+        return None
+    return "E" + "|".join("t" * len(layers) for layers in stage_layers(num_layers, num_stages)) + "L"
 
 
 def _mark_divided(model: SharedPromptGPT) -> None:

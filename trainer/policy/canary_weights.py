@@ -167,11 +167,11 @@ class CanaryWeights:
         for entry in (*weight_map(model.shape, layout), *([head] if head else [])):
             if entry.is_on(model.parallel):
                 bits = entry.of(by_name).detach().view(BITS[self._dtype])
-                parts = entry.fusion.split(bits)
+                fusion = entry.on(model.parallel.tp_rank).fusion
                 classes = (HEAD,) if entry is head else tuple(map(class_of, entry.hf_shapes))
-                is_zero = tuple(not bool(part.any()) for part in parts)
-                first = _first_bits(bits, entry.fusion)
-                found.append(_Parameter(bits, entry.fusion, entry.hf_shapes, classes, first, is_zero))
+                is_zero = tuple(not bool(part.any()) for part in fusion.split(bits))
+                first = _first_bits(bits, fusion)
+                found.append(_Parameter(bits, fusion, entry.hf_shapes, classes, first, is_zero))
         return found
 
     def _set_head(self) -> None:
@@ -218,4 +218,5 @@ def _flip(parameter: _Parameter, masks: list[int]) -> None:
 
 
 def _first_bits(bits: torch.Tensor, fusion: Fusion) -> tuple[int, ...]:
-    return tuple(int(part.flatten()[0]) for part in fusion.split(bits))
+    # A rank may have no row of a part.
+    return tuple(int(part.flatten()[0]) if part.numel() else 0 for part in fusion.split(bits))

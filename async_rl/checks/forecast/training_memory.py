@@ -118,8 +118,11 @@ def layer_values_per_row(model: ModelShape, shares: Shares, recompute: str, *, f
     if recompute == "full":
         return stream
     queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
-    attention = model.qkv_size + (queries if model.qk_norm else 0) + queries + keys + queries
-    kept = 4 * stream + ceil(attention / shares.tensor)
+    # Ranks that share key / value heads gather the product of them all.
+    shares_heads = model.num_kv_heads < shares.tensor
+    keys = keys * shares.tensor // model.num_kv_heads if shares_heads else keys
+    divided = (0 if shares_heads else model.qkv_size) + (queries if model.qk_norm else 0) + queries + keys + queries
+    kept = 4 * stream + ceil(divided / shares.tensor) + (model.qkv_size if shares_heads else 0)
     if recompute == "selective":
         return kept
     return kept + feed_forward_values_per_row(model, shares, fused_swiglu=fused_swiglu)

@@ -29,6 +29,22 @@ def require_layout(trainer: TrainerSection, model: ModelShape, num_ranks: int) -
             raise ConfigError(
                 f"trainer.{key} = {ways} does not divide the model's {size} {what}: choose a divisor of {size}"
             )
+    if trainer.pipeline_parallel > model.num_layers:
+        raise ConfigError(
+            f"trainer.pipeline_parallel is {trainer.pipeline_parallel}, more than the model's {model.num_layers} "
+            f"layers: set {model.num_layers} at most"
+        )
+    tensor, kv_heads = trainer.tensor_parallel, model.num_kv_heads
+    if kv_heads % tensor and tensor % kv_heads:
+        raise ConfigError(
+            f"trainer.tensor_parallel = {tensor} is neither a divisor nor a multiple of the model's {kv_heads} key / "
+            f"value heads: choose one"
+        )
+    if kv_heads < tensor and 2 * kv_heads * model.head_dim % tensor:
+        raise ConfigError(
+            f"trainer.tensor_parallel = {tensor} does not divide the model's {2 * kv_heads * model.head_dim} rows of "
+            "keys and values: choose a divisor"
+        )
 
 
 def _divisions(trainer: TrainerSection, model: ModelShape) -> list[tuple[str, int, str, int]]:
@@ -36,9 +52,7 @@ def _divisions(trainer: TrainerSection, model: ModelShape) -> list[tuple[str, in
     tensor = trainer.tensor_parallel
     divisions = [
         ("tensor_parallel", tensor, "attention heads", model.num_heads),
-        ("tensor_parallel", tensor, "key / value heads", model.num_kv_heads),
         ("tensor_parallel", tensor, "vocabulary entries", model.vocab_size),
-        ("pipeline_parallel", trainer.pipeline_parallel, "layers", model.num_layers),
     ]
     if model.experts is None:
         # Experts are not divided: each is whole on its rank.

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from async_rl.errors import ConfigError
-from async_rl.shared.model_shape import FAMILIES, ORIGINAL, Experts, ModelShape, Rope
+from async_rl.shared.model_shape import FAMILIES, ORIGINAL, Experts, ModelShape, Rope, stage_layers
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen2": Qwen2Config,
@@ -259,3 +259,11 @@ def test_what_the_trainer_lacks_is_refused_by_name(
         read(family, **config)
     said = f"{found} in its config.json, which the trainer does not support: expected {expected}"
     assert str(refused.value).startswith("here has ") and str(refused.value).endswith(said)
+
+
+@given(st.integers(1, 130), st.integers(1, 20))
+def test_stages_share_all_layers_and_the_ends_have_no_more_than_the_others(num_layers: int, num_stages: int) -> None:
+    stages = stage_layers(num_layers, num_stages)
+    assert [layer for layers in stages for layer in layers] == list(range(num_layers)) and len(stages) == num_stages
+    sizes = [len(layers) for layers in stages]
+    assert max(sizes) - min(sizes) <= 1 and sizes[0] <= sizes[-1] <= min(sizes[1:-1], default=sizes[-1])

@@ -83,6 +83,9 @@ class Case:
     frozen_weights: str = "device"
     old_policy: str = "reuse"
     dtype: str = "float32"
+    family: str | None = None
+    ragged: bool = False
+    """A model with fewer key / value heads than ranks by tensors, and layers that the stages do not divide."""
 
     @property
     def section(self) -> dict[str, Any]:
@@ -95,7 +98,7 @@ class Case:
     @property
     def model(self) -> tuple[str, bool, tuple[tuple[str, int], ...]]:
         """(family, tied, sizes) of its checkpoint."""
-        return _family(self.experts, self.tied), self.tied, tuple(sorted(_sizes(self).items()))
+        return self.family or _family(self.experts, self.tied), self.tied, tuple(sorted(_sizes(self).items()))
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -122,6 +125,8 @@ class Case:
             *[f"frozen on {self.frozen_weights}"] * (self.frozen_weights != "device"),
             *[f"old policy {self.old_policy}"] * (self.old_policy != "reuse"),
             *[self.dtype] * (self.dtype != "float32"),
+            *filter(None, [self.family]),
+            *["ragged"] * self.ragged,
         ]
         return ", ".join([str(self.placement), *marks])
 
@@ -138,7 +143,9 @@ def _sizes(case: Case) -> dict[str, int]:
     thirds = 3 in (place.tensor, place.pipeline, place.expert) or 6 in (place.tensor, place.expert)
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3} if thirds else {"num_attention_heads": 8}
     sizes |= {"num_key_value_heads": 3 if thirds else 4, "hidden_size": 48 if thirds else 32, "intermediate_size": 48}
-    sizes["num_hidden_layers"] = max(2, place.pipeline)
+    sizes["num_hidden_layers"] = max(2, place.pipeline) + case.ragged
+    if case.ragged:
+        sizes["num_key_value_heads"] = max(1, place.tensor // 2)
     if case.experts:
         sizes["num_experts"] = 6 if thirds else 4
         if case.dtype == "bfloat16":
@@ -174,6 +181,12 @@ def cases(num_ranks: int) -> list[Case]:
             (True, False), (False, True), ("none", "selective", "full"), (False, True)
         )
     ]
+
+
+def ragged_cases(num_ranks: int) -> list[Case]:
+    """Those of dense models in which ranks share key / value heads, or stages have different numbers of layers."""
+    placed = [case for case in cases(num_ranks) if not case.experts and case.placement.num_replicas < num_ranks]
+    return [replace(case, ragged=True) for case in placed]
 
 
 def with_frozen_models(some: Iterable[Case]) -> list[Case]:
