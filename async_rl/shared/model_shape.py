@@ -9,21 +9,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from async_rl.errors import ConfigError
+from async_rl.shared.model_families import (
+    BIAS_KEYS,
+    MLP_BIAS,
+    MULTIPLIERS,
+    ORIGINAL,
+    OUT_BIAS,
+    QK_NORM,
+    QKV_BIAS,
+    QUERY_BETA,
+    ROPE_KEYS,
+    ROPE_KINDS,
+    TABLE,
+    Family,
+)
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama", "mistral", "smollm3", "seed_oss")
+FAMILIES = tuple(TABLE)
 """`model_type` of the models that the trainer supports."""
-
-HEAD_DIMS = {"qwen3": 128, "seed_oss": 128}
-"""Where config.json leaves it out; the other families divide the hidden size among the heads."""
-
-NORM_EPS, ROPE_THETA = 1e-6, 10_000.0
-"""Where config.json leaves them out."""
-
-THETAS = {"smollm3": 2_000_000.0}
-"""Of families with another `ROPE_THETA`."""
-
-TIED, BIASED = ("smollm3",), ("seed_oss",)
-"""Families whose tie_word_embeddings, and attention_bias, is true where config.json leaves it out."""
 
 MISTRALS_WINDOW = 4096
 """Where its config.json leaves it out; null is none."""
@@ -35,22 +37,6 @@ LARGEST_SIZE, LARGEST_NUMBER = 2**31, 1e30
 """Of any one dimension, and of other numbers: larger ones are damaged files."""
 
 FULL = "full_attention"
-
-ORIGINAL = "original_max_position_embeddings"
-
-ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
-    "yarn": (
-        ("factor",),
-        (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
-}
-"""Kinds of rotary embeddings whose angles depend on the position only: the keys that each needs, and may have."""
-
-ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-"""What any of them may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +61,25 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Granite's: of the embedding, of attention's scores in place of 1 / sqrt(head dimension), and of what each half of
+    a layer adds; logits are divided by `logits`."""
+
+    embedding: float
+    attention: float
+    residual: float
+    logits: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes and features of one decoder-only model.
 
     `rope` is None for plain rotary embeddings, which `unrotated_layers` (from 1) have none of. `tied` means that the
     output layer uses the embedding's weights. `experts` replace, in every layer, one feed-forward part of `ffn_size`.
-    With `gives_values` the output layer is a critic's head, which no checkpoint's config says.
+    With `gives_values` the output layer is a critic's head, which no checkpoint's config says. `added_features` are
+    those that not all models of the family have. Queries at position p are multiplied by 1 + b log(1 + p // n) for
+    `query_scaling` (b, n).
     """
 
     family: str
@@ -98,6 +97,9 @@ class ModelShape:
     experts: Experts | None = None
     gives_values: bool = False
     unrotated_layers: frozenset[int] = frozenset()
+    added_features: frozenset[str] = frozenset()
+    multipliers: Multipliers | None = None
+    query_scaling: tuple[float, float] | None = None
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], named: str) -> "ModelShape":
@@ -108,12 +110,13 @@ class ModelShape:
                 not divide.
         """
         family = config.get("model_type")
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             raise ConfigError(
                 f"{named} has model_type {family!r}, which the trainer does not support: expected one of "
                 f"{', '.join(FAMILIES)}"
             )
-        for found, expected in _not_held(config):
+        traits = TABLE[family]
+        for found, expected in _not_held(config, traits):
             raise ConfigError(
                 f"{named} has {found} in its config.json, which the trainer does not support: expected {expected}"
             )
@@ -138,8 +141,8 @@ class ModelShape:
             if top_k > num_experts:
                 raise damaged(named, "num_experts_per_tok", top_k, f"at most its {num_experts} experts")
             experts = Experts(num_experts, top_k, size("moe_intermediate_size"), _flag(named, "norm_topk_prob", config))
-        _, rope = _rope(config)
-        theta = rope.get("rope_theta", config.get("rope_theta", THETAS.get(family, ROPE_THETA)))
+        _, rope = _rope(config, traits)
+        theta = rope.get("rope_theta", config.get("rope_theta", traits.theta))
         return cls(
             family=family,
             num_layers=size("num_hidden_layers"),
@@ -147,27 +150,44 @@ class ModelShape:
             ffn_size=size("intermediate_size"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=size("head_dim", default=HEAD_DIMS.get(family, hidden // heads)),
+            head_dim=size("head_dim", default=traits.head_dim or hidden // heads),
             vocab_size=size("vocab_size"),
-            norm_eps=_positive(named, "rms_norm_eps", config.get("rms_norm_eps", NORM_EPS)),
+            norm_eps=_positive(named, "rms_norm_eps", config.get("rms_norm_eps", traits.norm_eps)),
             rope_theta=_positive(named, "rope_theta", theta),
             rope=_scaled_rope(config, rope, named),
-            tied=_flag(named, "tie_word_embeddings", config, default=family in TIED),
+            tied=_flag(named, "tie_word_embeddings", config, default=traits.tied),
             experts=experts,
             unrotated_layers=_unrotated_layers(config, size("num_hidden_layers"), named),
+            added_features=frozenset(
+                feature
+                for key, features in traits.features_of.items()
+                if _flag(named, key, config, default=key in traits.true)
+                for feature in features
+            ),
+            multipliers=Multipliers(*(_positive(named, key, config.get(key, 1)) for key in MULTIPLIERS))
+            if traits.multiplies
+            else None,
+            query_scaling=(_positive(named, QUERY_BETA, rope[QUERY_BETA]), _positive(named, ORIGINAL, rope[ORIGINAL]))
+            if traits.scales_queries
+            else None,
         )
 
     def as_critic(self) -> "ModelShape":
         """The same layers below a critic's head."""
         return replace(self, tied=False, gives_values=True)
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self.family in ("qwen2", *BIASED)
+    def has(self, feature: str) -> bool:
+        """Whether its layers have a feature of `model_families`."""
+        return feature in TABLE[self.family].features or feature in self.added_features
 
     @property
     def qk_norm(self) -> bool:
-        return self.family in ("qwen3", "qwen3_moe")
+        return self.has(QK_NORM)
+
+    @property
+    def attention_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        return self.multipliers.attention if self.multipliers else self.head_dim**-0.5
 
     @property
     def qkv_size(self) -> int:
@@ -183,14 +203,16 @@ class ModelShape:
     def divided_layer_parameters(self) -> int:
         """Of one layer, those that tensor-parallel ranks divide."""
         attention = self.hidden_size * (self.qkv_size + self.num_heads * self.head_dim)
-        bias = self.qkv_size if self.qkv_bias else 0
-        return attention + bias + (0 if self.experts else 3 * self.hidden_size * self.ffn_size)
+        bias = self.qkv_size if self.has(QKV_BIAS) else 0
+        ffn_bias = 2 * self.ffn_size if self.has(MLP_BIAS) else 0
+        return attention + bias + (0 if self.experts else 3 * self.hidden_size * self.ffn_size + ffn_bias)
 
     @property
     def whole_layer_parameters(self) -> int:
         """Of one layer, those that every rank of its stage has: norms, and the router of experts."""
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        return norms + (self.hidden_size * self.experts.num_experts if self.experts else 0)
+        biases = self.hidden_size * (self.has(OUT_BIAS) + self.has(MLP_BIAS))
+        return norms + biases + (self.hidden_size * self.experts.num_experts if self.experts else 0)
 
     @property
     def expert_layer_parameters(self) -> int:
@@ -286,21 +308,18 @@ def _unrotated_layers(config: Mapping[str, Any], num_layers: int, named: str) ->
     return frozenset(layer for layer in range(1, num_layers + 1) if not marks[layer - 1])
 
 
-def _not_held(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
     """What of the config is not held: how it is written there, and what would be held."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         yield f"hidden_act {config['hidden_act']!r}", "'silu'"
-    is_biased = config.get("model_type") in BIASED
-    if (has_bias := bool(config.get("attention_bias", is_biased))) != is_biased:
-        yield f"attention_bias {str(has_bias).lower()}", str(is_biased).lower()
-    for name in ("mlp_bias", "attention_out_bias"):
-        if config.get(name):
+    for name in BIAS_KEYS:
+        if config.get(name) and name not in traits.features_of:
             yield f"{name} true", "false"
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         yield f"quantization_config of {method!r}", "weights that are not quantized"
     yield from _of_windows(config)
-    yield from _of_rope(config)
+    yield from _of_rope(config, traits)
     if config.get("model_type") == "qwen3_moe":
         yield from _of_experts(config)
 
@@ -312,7 +331,8 @@ def _of_windows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if others:
         yield f"layer_types with {others[0]!r}", f"{FULL!r} in every layer"
     family = config.get("model_type")
-    if family == "mistral" and (window := config.get("sliding_window", MISTRALS_WINDOW)) is not None:
+    window = config.get("sliding_window", MISTRALS_WINDOW if family == "mistral" else None)
+    if family in ("mistral", "ministral3") and window is not None:
         yield f"sliding_window {window}", "null"
     # Layers below the last of `max_window_layers` attend to all; other families have the window in every layer.
     first = config.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
@@ -323,8 +343,8 @@ def _of_windows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"use_sliding_window true with sliding_window {config.get('sliding_window', 4096)}", "false"
 
 
-def _of_rope(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    name, rope = _rope(config)
+def _of_rope(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
+    name, rope = _rope(config, traits)
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         yield f"{name} by layer type", "the same in every layer"
         return
@@ -336,6 +356,8 @@ def _of_rope(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"rope_type {kind!r}", " or ".join(map(repr, ROPE_KINDS))
         return
     needed, possible = ROPE_KINDS[kind]
+    if traits.scales_queries:
+        needed, possible = (*needed, ORIGINAL, QUERY_BETA), (*possible, "max_position_embeddings")
     for key in needed:
         if rope.get(key) is None:
             yield f"{kind} rope scaling without {key}", "a number"
@@ -344,10 +366,10 @@ def _of_rope(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{kind} rope scaling with {key}", "none"
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[str, Any]:
+def _rope(config: Mapping[str, Any], traits: Family) -> tuple[str, Any]:
     """Rotary embeddings as the config has them, and the name that it gives them."""
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    return name, config.get(name) or {}
+    return name, config.get(name) or traits.rope
 
 
 def _rope_type(rope: Mapping[str, Any]) -> object:

@@ -8,7 +8,9 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
+    GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -22,6 +24,21 @@ from transformers import (
 from benchmarks.common.random_model import random_model
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+SCALED_QUERIES = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.7,
+}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "qwen3": (Qwen3Config, {"head_dim": 16}),
     "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 16, **EXPERTS}),
@@ -30,6 +47,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "mistral": (MistralConfig, {"head_dim": 16, "sliding_window": None}),
     "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2}),
     "seed_oss": (SeedOssConfig, {"head_dim": 16}),
+    "ministral3": (Ministral3Config, {"head_dim": 16, "rope_parameters": SCALED_QUERIES}),
+    "granite": (GraniteConfig, {"attention_bias": True, "mlp_bias": True, **MULTIPLIERS}),
 }
 CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\"+-*/=()\n"
 MODEL_SIZE: dict[str, Any] = {

@@ -23,7 +23,7 @@ class SharedPromptParams(PackedSeqParams):
     """Passes the segments through Megatron's layers to the core attention.
 
     The rotary angles are included, by position: Megatron's own would number the rows, or restart at 0 in every segment.
-    Layers in `unrotated_layers`, by Megatron's numbers from 1, do without.
+    Layers in `unrotated_layers`, by Megatron's numbers from 1, do without. `query_scale_T11` multiplies the queries.
     The format stays "sbhd", for which Megatron does not rearrange the rows.
     """
 
@@ -34,6 +34,7 @@ class SharedPromptParams(PackedSeqParams):
     kernel: AttentionKernel | None
     cache: PromptCache | None = None
     unrotated_layers: frozenset[int] = frozenset()
+    query_scale_T11: torch.Tensor | None = None
     qkv_format: str = "sbhd"
 
 
@@ -65,6 +66,8 @@ class SharedPromptAttention(torch.nn.Module):
             query_THD, key_SKD = (
                 params.ops.rotary(rows, params.cos_T1D, params.sin_T1D) for rows in (query_THD, key_SKD)
             )
+        if params.query_scale_T11 is not None:
+            query_THD = query_THD * params.query_scale_T11
         if params.cache is not None:
             key_SKD, value_SKD = params.cache.extend(self._layer_number, key_SKD, value_SKD)
         out_THD = shared_prompt_attention(

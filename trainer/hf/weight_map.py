@@ -3,13 +3,14 @@
 Shape legend: V vocabulary, H hidden size, A query heads, K key / value heads, D head dimension, F feed-forward size.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
 import torch
 
+from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS
 from async_rl.shared.model_shape import ModelShape, stage_layers
 from trainer.parallel import Parallel
 
@@ -231,7 +232,7 @@ def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[Weight
         qkv = SlicedQKV(shape.num_heads // shape.num_kv_heads, D, shape.num_kv_heads, 0, layout.tp_size)
     entry = _LayerNames(shape, layout, layer).entry
     yield entry("input_layernorm.weight", {"input_layernorm.weight": (H,)})
-    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+    for kind in ("weight", "bias") if shape.has(QKV_BIAS) else ("weight",):
         rest = (H,) if kind == "weight" else ()
         sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         hf_shapes = {f"self_attn.{name}.{kind}": (size, *rest) for name, size in sizes.items()}
@@ -240,13 +241,23 @@ def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[Weight
         yield entry("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (D,)})
         yield entry("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (D,)})
     yield entry("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (H, q_size)}, divided=COLUMNS)
+    if shape.has(OUT_BIAS):
+        yield entry("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (H,)})
     yield entry("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (H,)})
     if shape.experts is None:
-        gate_up = {"mlp.gate_proj.weight": (shape.ffn_size, H), "mlp.up_proj.weight": (shape.ffn_size, H)}
-        yield entry("mlp.linear_fc1.weight", gate_up, Stacked(2), ROWS)
-        yield entry("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (H, shape.ffn_size)}, divided=COLUMNS)
+        yield from _mlp_map(shape, entry)
     else:
         yield from _experts_map(shape, layout, layer)
+
+
+def _mlp_map(shape: ModelShape, entry: Callable[..., WeightEntry]) -> Iterator[WeightEntry]:
+    H, F = shape.hidden_size, shape.ffn_size
+    for kind, rest in (("weight", (H,)), ("bias", ())) if shape.has(MLP_BIAS) else (("weight", (H,)),):
+        gate_up = {f"mlp.{name}_proj.{kind}": (F, *rest) for name in ("gate", "up")}
+        yield entry(f"mlp.linear_fc1.{kind}", gate_up, Stacked(2), ROWS)
+    yield entry("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (H, F)}, divided=COLUMNS)
+    if shape.has(MLP_BIAS):
+        yield entry("mlp.linear_fc2.bias", {"mlp.down_proj.bias": (H,)})
 
 
 def _experts_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:

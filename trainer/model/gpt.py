@@ -22,6 +22,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.shared.model_families import QKV_BIAS
 from async_rl.shared.model_shape import ModelShape, Rope, stage_layers
 from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
 from trainer.attention.prompt_cache import PromptCache
@@ -29,7 +30,14 @@ from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
 from trainer.model.experts import keep_rows_local, moe_options, use_router, use_stacked_experts
-from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops, use_linear
+from trainer.model.layer_spec import (
+    norm_spec,
+    scaled_add,
+    swiglu_options,
+    use_biases,
+    use_layer_ops,
+    use_linear,
+)
 from trainer.model.logprobs import Scores, response_logprobs
 from trainer.parallel import Parallel
 
@@ -90,6 +98,8 @@ class SharedPromptGPT(GPTModel):
         hidden_T1H = None
         if self.pre_process:
             hidden_T1H = self.embedding(rows.tokens_T[None], position_ids=rows.positions_T[None])
+            if self.shape.multipliers is not None:
+                hidden_T1H = hidden_T1H * self.shape.multipliers.embedding
         cos_T1D, sin_T1D = self._rotation(rows.positions_T)
         params = SharedPromptParams(
             segments=rows.segments,
@@ -99,6 +109,7 @@ class SharedPromptGPT(GPTModel):
             kernel=self.kernel,
             cache=cache,
             unrotated_layers=self.shape.unrotated_layers,
+            query_scale_T11=self._query_scale(rows.positions_T),
         )
         out_T1H: torch.Tensor = self.decoder(
             hidden_states=hidden_T1H, attention_mask=None, rotary_pos_emb=None, packed_seq_params=params
@@ -128,7 +139,16 @@ class SharedPromptGPT(GPTModel):
             with_entropy,
             self._ops,
             labels.judged,
+            self.shape.multipliers.logits if self.shape.multipliers else 1.0,
         )
+
+    def _query_scale(self, positions_T: torch.Tensor) -> torch.Tensor | None:
+        """What the queries of each position are multiplied by, [T, 1, 1], in the model's dtype."""
+        if self.shape.query_scaling is None:
+            return None
+        beta, length = self.shape.query_scaling
+        scale_T = 1 + beta * torch.log(1 + torch.floor(positions_T / length))
+        return scale_T.to(self.config.params_dtype)[:, None, None]
 
     def _rotation(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of the rotary angles of each position, [T, 1, D], in the model's dtype."""
@@ -167,7 +187,8 @@ def build_model(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
+        add_qkv_bias=shape.has(QKV_BIAS),
+        softmax_scale=shape.attention_scale,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -208,13 +229,14 @@ def _mark_divided(model: SharedPromptGPT) -> None:
 
     Megatron sets the mark when it initializes weights, which is disabled here.
     """
-    dimensions = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in model.modules():
-        if type(module) in dimensions:
-            for parameter in module.parameters(recurse=False):
-                # A tied output layer shares the embedding's weight, and has no parameter of its own.
-                if not hasattr(parameter, "tensor_model_parallel"):
-                    set_tensor_model_parallel_attributes(parameter, True, dimensions[type(module)], 1)
+        if isinstance(module, VocabParallelEmbedding | ColumnParallelLinear | RowParallelLinear):
+            by_columns = isinstance(module, RowParallelLinear)
+            for name, parameter in module.named_parameters(recurse=False):
+                # A tied output layer shares the embedding's weight, and has no parameter of its own. The bias of what
+                # is divided by columns is whole on each rank.
+                if not hasattr(parameter, "tensor_model_parallel") and not (by_columns and name == "bias"):
+                    set_tensor_model_parallel_attributes(parameter, True, int(by_columns), 1)
 
 
 def _block_spec(config: TransformerConfig, shape: ModelShape, ops: LayerOps) -> TransformerBlockSubmodules:
@@ -226,4 +248,7 @@ def _block_spec(config: TransformerConfig, shape: ModelShape, ops: LayerOps) -> 
         use_stacked_experts(layer, ops)
     layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
     use_layer_ops(layer, ops, shape.qk_norm)
+    use_biases(layer, shape)
+    if shape.multipliers is not None:
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = scaled_add(shape.multipliers.residual)
     return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), norm_spec(ops))

@@ -32,7 +32,7 @@ NEAR_TIE = 1e-6
 """Between two experts' router logits: rounding decides there, and whichever it takes is right."""
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama", "smollm3"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama", "smollm3", "ministral3", "granite"])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     config_class, own = FAMILIES[request.param]
     config: PreTrainedConfig = config_class(**{**own, **MODEL_SIZE})

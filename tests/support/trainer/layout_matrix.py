@@ -70,6 +70,10 @@ LARGER = {
 """Placements whose kind needs more ranks; compared under a pairwise cover of the other settings."""
 
 
+OTHER_FAMILIES = ("granite", "ministral3")
+"""Those with operations that the families of `cases` do not have, and of which a layout might make something else."""
+
+
 @dataclass(frozen=True, order=True)
 class Case:
     """A placement and the other settings of a case."""
@@ -83,7 +87,7 @@ class Case:
     frozen_weights: str = "device"
     old_policy: str = "reuse"
     dtype: str = "float32"
-    family: str | None = None
+    family: str = ""
     ragged: bool = False
     """A model with fewer key / value heads than ranks by tensors, and layers that the stages do not divide."""
 
@@ -125,7 +129,7 @@ class Case:
             *[f"frozen on {self.frozen_weights}"] * (self.frozen_weights != "device"),
             *[f"old policy {self.old_policy}"] * (self.old_policy != "reuse"),
             *[self.dtype] * (self.dtype != "float32"),
-            *filter(None, [self.family]),
+            *[self.family] * bool(self.family),
             *["ragged"] * self.ragged,
         ]
         return ", ".join([str(self.placement), *marks])
@@ -184,9 +188,10 @@ def cases(num_ranks: int) -> list[Case]:
 
 
 def ragged_cases(num_ranks: int) -> list[Case]:
-    """Those of dense models in which ranks share key / value heads, or stages have different numbers of layers."""
+    """Those of dense models in which ranks share key / value heads, or stages have different numbers of layers; also of
+    families whose layers have more."""
     placed = [case for case in cases(num_ranks) if not case.experts and case.placement.num_replicas < num_ranks]
-    return [replace(case, ragged=True) for case in placed]
+    return [replace(case, ragged=True, family=family) for case in placed for family in ("", *OTHER_FAMILIES)]
 
 
 def with_frozen_models(some: Iterable[Case]) -> list[Case]:
