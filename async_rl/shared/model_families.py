@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 QKV_BIAS, OUT_BIAS, MLP_BIAS, QK_NORM = "qkv_bias", "out_bias", "mlp_bias", "qk_norm"
 """Features of layers: biases of queries, keys and values, of attention's output, of the feed-forward part's layers, and
@@ -25,6 +25,9 @@ class Family:
         true: keys of `features_of` that are true where it leaves them out.
         multiplies: has Granite's four multipliers.
         scales_queries: multiplies queries by a logarithm of their position, as Llama 4 does.
+        experts: "qwen" has Qwen3-MoE's, in every layer; "deepseek" has DeepSeek-V3's, after the first layers.
+        has_latents: has multi-head latent attention.
+        rotary_share: partial_rotary_factor where config.json leaves it out; None where transformers reads none.
     """
 
     head_dim: int | None = None
@@ -37,6 +40,9 @@ class Family:
     true: frozenset[str] = frozenset()
     multiplies: bool = False
     scales_queries: bool = False
+    experts: Literal["qwen", "deepseek"] | None = None
+    has_latents: bool = False
+    rotary_share: float | None = None
 
 
 _ATTENTION: Final = {"attention_bias": frozenset({QKV_BIAS, OUT_BIAS})}
@@ -55,7 +61,7 @@ _MINISTRAL: Final = {
 
 TABLE: Final[Mapping[str, Family]] = {
     "qwen3": Family(head_dim=128, features=frozenset({QK_NORM}), features_of=_ATTENTION),
-    "qwen3_moe": Family(features=frozenset({QK_NORM}), features_of=_ATTENTION),
+    "qwen3_moe": Family(features=frozenset({QK_NORM}), features_of=_ATTENTION, experts="qwen"),
     "qwen2": Family(features=frozenset({QKV_BIAS})),
     "llama": Family(features_of=_BOTH),
     "mistral": Family(),
@@ -71,8 +77,18 @@ TABLE: Final[Mapping[str, Family]] = {
         true=frozenset({"attention_bias"}),
     ),
     "granite": Family(features_of=_BOTH, multiplies=True),
+    "deepseek_v3": Family(experts="deepseek", has_latents=True),
+    "glm4_moe": Family(
+        norm_eps=1e-5,
+        features_of={"attention_bias": frozenset({QKV_BIAS}), "use_qk_norm": frozenset({QK_NORM})},
+        experts="deepseek",
+        rotary_share=0.5,
+    ),
 }
 """By `model_type`."""
+
+SAME_AS: Final = {"kimi_k2": "deepseek_v3"}
+"""Names that checkpoints give to another family's architecture."""
 
 BIAS_KEYS: Final = ("attention_bias", "attention_out_bias", "mlp_bias")
 """Keys of config.json that a family without them in `features_of` must not have set."""

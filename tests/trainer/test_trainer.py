@@ -19,7 +19,9 @@ Gradients = Callable[[MegatronTrainer], dict[str, torch.Tensor]]
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+    """Of the norm; an expert without a row has a gradient of 0."""
+    difference = float((actual.double() - expected.double()).norm())
+    return difference / float(expected.double().norm()) if difference else 0.0
 
 
 def num_labels(groups: list[Group], normalize: str) -> int:
@@ -33,7 +35,7 @@ def with_logprobs(groups: list[Group], logprobs: list[list[tuple[float, ...]]]) 
     ]
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("normalize", "kl_coef", "temperature"), [("token", 0.0, 1.0), ("token", 0.2, 0.7), ("sequence", 0.2, 1.0)]

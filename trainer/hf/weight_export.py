@@ -38,6 +38,7 @@ class WeightExport:
     """
 
     def __init__(self, model: SharedPromptGPT, bucket_bytes: int = PARCEL_BYTES) -> None:
+        self.shape = model.shape
         self._parallel = parallel = model.parallel
         self._parameters = dict(model.named_parameters())
         any_parameter = next(iter(self._parameters.values()))

@@ -29,6 +29,10 @@ class Fusion(Protocol):
     def split(self, merged: torch.Tensor) -> list[torch.Tensor]: ...
 
 
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+"""Of a layer with DeepSeek's experts: a constant, float32 whatever the model's dtype."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stacked:
     """The parts one after the other along dimension 0, in equal shares: gate and up; a single part is unchanged."""
@@ -196,6 +200,18 @@ def tied_head(shape: ModelShape, layout: Layout) -> WeightEntry | None:
     return WeightEntry("output_layer.weight", shapes, Stacked(), layout.pp_size - 1, ROWS)
 
 
+MakeEntry = Callable[..., WeightEntry]
+
+
+def constants(shape: ModelShape, layout: Layout | None = None) -> Iterator[WeightEntry]:
+    """What a checkpoint has that training does not change: it is loaded and saved, but not published."""
+    if shape.experts is None or shape.experts.grouping is None:
+        return
+    for layer in range(shape.experts.num_dense, shape.num_layers):
+        entry = _LayerNames(shape, layout or Layout(), layer).entry
+        yield entry("mlp.router.choice_bias", {CHOICE_BIAS: (shape.experts.num_experts,)})
+
+
 @cache
 def _place_of_layer(num_layers: int, num_stages: int, layer: int) -> tuple[int, int]:
     """(Its stage, its number within that)."""
@@ -225,13 +241,22 @@ class _LayerNames:
 
 
 def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:
+    H, entry = shape.hidden_size, _LayerNames(shape, layout, layer).entry
+    yield entry("input_layernorm.weight", {"input_layernorm.weight": (H,)})
+    yield from _attention_map(shape, layout, entry) if shape.latents is None else _latents_map(shape, entry)
+    yield entry("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (H,)})
+    if shape.has_experts(layer):
+        yield from _experts_map(shape, layout, entry)
+    else:
+        yield from _mlp_map(shape, entry)
+
+
+def _attention_map(shape: ModelShape, layout: Layout, entry: MakeEntry) -> Iterator[WeightEntry]:
     H, D = shape.hidden_size, shape.head_dim
     q_size, kv_size = shape.num_heads * D, shape.num_kv_heads * D
     qkv: Fusion = GroupedQKV(shape.num_heads // shape.num_kv_heads, D)
     if shape.num_kv_heads < layout.tp_size:
         qkv = SlicedQKV(shape.num_heads // shape.num_kv_heads, D, shape.num_kv_heads, 0, layout.tp_size)
-    entry = _LayerNames(shape, layout, layer).entry
-    yield entry("input_layernorm.weight", {"input_layernorm.weight": (H,)})
     for kind in ("weight", "bias") if shape.has(QKV_BIAS) else ("weight",):
         rest = (H,) if kind == "weight" else ()
         sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -243,14 +268,29 @@ def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[Weight
     yield entry("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (H, q_size)}, divided=COLUMNS)
     if shape.has(OUT_BIAS):
         yield entry("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (H,)})
-    yield entry("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (H,)})
-    if shape.experts is None:
-        yield from _mlp_map(shape, entry)
-    else:
-        yield from _experts_map(shape, layout, layer)
 
 
-def _mlp_map(shape: ModelShape, entry: Callable[..., WeightEntry]) -> Iterator[WeightEntry]:
+def _latents_map(shape: ModelShape, entry: MakeEntry) -> Iterator[WeightEntry]:
+    """What makes latents is on every rank; heads are divided."""
+    assert shape.latents is not None
+    H, A, sizes = shape.hidden_size, shape.num_heads, shape.latents
+    q_up, q_size, kv_size = "q_proj", A * shape.head_dim, A * (sizes.nope_dim + sizes.value_dim)
+    if sizes.q_rank is not None:
+        q_up = "q_b_proj"
+        yield entry("self_attention.linear_q_down.weight", {"self_attn.q_a_proj.weight": (sizes.q_rank, H)})
+        yield entry("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": (sizes.q_rank,)})
+    up = {f"self_attn.{q_up}.weight": (q_size, sizes.q_rank or H)}
+    yield entry("self_attention.linear_q_up.weight", up, divided=ROWS)
+    down = {"self_attn.kv_a_proj_with_mqa.weight": (sizes.kv_rank + sizes.rope_dim, H)}
+    yield entry("self_attention.linear_kv_down.weight", down)
+    yield entry("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": (sizes.kv_rank,)})
+    up = {"self_attn.kv_b_proj.weight": (kv_size, sizes.kv_rank)}
+    yield entry("self_attention.linear_kv_up.weight", up, divided=ROWS)
+    out = {"self_attn.o_proj.weight": (H, A * sizes.value_dim)}
+    yield entry("self_attention.linear_proj.weight", out, divided=COLUMNS)
+
+
+def _mlp_map(shape: ModelShape, entry: MakeEntry) -> Iterator[WeightEntry]:
     H, F = shape.hidden_size, shape.ffn_size
     for kind, rest in (("weight", (H,)), ("bias", ())) if shape.has(MLP_BIAS) else (("weight", (H,)),):
         gate_up = {f"mlp.{name}_proj.{kind}": (F, *rest) for name in ("gate", "up")}
@@ -260,11 +300,11 @@ def _mlp_map(shape: ModelShape, entry: Callable[..., WeightEntry]) -> Iterator[W
         yield entry("mlp.linear_fc2.bias", {"mlp.down_proj.bias": (H,)})
 
 
-def _experts_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:
-    """The router, which every rank has, and the experts, undivided, in equal shares on the expert-parallel ranks."""
+def _experts_map(shape: ModelShape, layout: Layout, entry: MakeEntry) -> Iterator[WeightEntry]:
+    """The router, which every rank has, the experts, undivided, in equal shares on the expert-parallel ranks, and what
+    all rows pass beside them, divided as a dense layer's feed-forward part."""
     assert shape.experts is not None
     H, F = shape.hidden_size, shape.experts.ffn_size
-    entry = _LayerNames(shape, layout, layer).entry
     yield entry("mlp.router.weight", {"mlp.gate.weight": (shape.experts.num_experts, H)})
     for expert in range(shape.experts.num_experts):
         ep_rank, local_expert = divmod(expert, shape.experts.num_experts // layout.ep_size)
@@ -273,3 +313,8 @@ def _experts_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[Weig
         down = {f"{theirs}down_proj.weight": (H, F)}
         yield entry("mlp.experts.weight1", gate_up, Stacked(2), ep_rank=ep_rank, index=local_expert)
         yield entry("mlp.experts.weight2", down, ep_rank=ep_rank, index=local_expert)
+    if size := shape.experts.shared_size:
+        gate_up = {f"mlp.shared_experts.{name}_proj.weight": (size, H) for name in ("gate", "up")}
+        yield entry("mlp.shared_experts.linear_fc1.weight", gate_up, Stacked(2), ROWS)
+        down = {"mlp.shared_experts.down_proj.weight": (H, size)}
+        yield entry("mlp.shared_experts.linear_fc2.weight", down, divided=COLUMNS)

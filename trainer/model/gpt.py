@@ -3,6 +3,7 @@
 Shape legend: T fed rows, R rows with logits, N response tokens, H hidden size, V vocabulary, D rotary dimension.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,21 +17,24 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.shared.model_families import QKV_BIAS
-from async_rl.shared.model_shape import ModelShape, Rope, stage_layers
+from async_rl.shared.model_shape import Experts, ModelShape, Rope, stage_layers
 from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
+from trainer.attention.latent_attention import LatentAttention
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
-from trainer.model.experts import keep_rows_local, moe_options, use_router, use_stacked_experts
+from trainer.model.experts import keep_biases_wide, keep_rows_local, moe_options, use_router, use_stacked_experts
 from trainer.model.layer_spec import (
+    RMSNorm,
     norm_spec,
     scaled_add,
     swiglu_options,
@@ -55,7 +59,7 @@ class SharedPromptGPT(GPTModel):
     def __init__(self, config: TransformerConfig, shape: ModelShape, parallel: Parallel) -> None:
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config, shape, parallel.device.LAYER_OPS),
+            transformer_layer_spec=_block_spec(shape, parallel),
             vocab_size=shape.vocab_size,
             # Only learned position embeddings have a length; rotary ones accept any position.
             max_sequence_length=0,
@@ -66,8 +70,8 @@ class SharedPromptGPT(GPTModel):
             rotary_base=shape.rope_theta,
         )
         self._angle_scale = 1.0
-        if shape.rope is not None:
-            frequencies, self._angle_scale = scaled_frequencies(shape.rope, shape.rope_theta, shape.head_dim)
+        if shape.rope is not None or shape.rotary_dim != shape.head_dim:
+            frequencies, self._angle_scale = scaled_frequencies(shape.rope, shape.rope_theta, shape.rotary_dim)
             self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         keep_rows_local(self)
         self.shape = shape
@@ -80,7 +84,7 @@ class SharedPromptGPT(GPTModel):
             config.params_dtype,
             shape.num_heads // parallel.tp_size,
             max(1, shape.num_kv_heads // parallel.tp_size),
-            shape.head_dim,
+            shape.kernel_dim,
         )
 
     def forward(self, micro_batch: MicroBatch, temperature: float, with_entropy: bool = True) -> torch.Tensor | Scores:
@@ -158,8 +162,10 @@ class SharedPromptGPT(GPTModel):
         return cos_T1D.to(self.config.params_dtype), sin_T1D.to(self.config.params_dtype)
 
 
-def scaled_frequencies(rope: Rope, theta: float, head_dim: int) -> tuple[torch.Tensor, float]:
+def scaled_frequencies(rope: Rope | None, theta: float, head_dim: int) -> tuple[torch.Tensor, float]:
     """Angles per position, float32 [D / 2], and the factor of cosine and sine, as transformers computes them."""
+    if rope is None:
+        return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)), 1.0
     parameters = {"rope_type": rope.kind, "rope_theta": theta, **dict(rope.parameters)}
     config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=parameters)
     frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](config)
@@ -212,6 +218,7 @@ def build_model(
         **parallel.device.MODEL_OPTIONS,
     )
     model: SharedPromptGPT = kind(config, shape, parallel).to(device=parallel.device.DEVICE, dtype=dtype)
+    keep_biases_wide(model)
     _mark_divided(model)
     use_linear(model, parallel.device.LAYER_OPS)
     return model
@@ -239,16 +246,27 @@ def _mark_divided(model: SharedPromptGPT) -> None:
                     set_tensor_model_parallel_attributes(parameter, True, int(by_columns), 1)
 
 
-def _block_spec(config: TransformerConfig, shape: ModelShape, ops: LayerOps) -> TransformerBlockSubmodules:
+def _block_spec(shape: ModelShape, parallel: Parallel) -> TransformerBlockSubmodules:
+    """This stage's layers, of which there are at most two kinds."""
+    ops = parallel.device.LAYER_OPS
+    kinds = {with_experts: _layer_spec(shape, ops, shape.experts if with_experts else None) for with_experts in (0, 1)}
+    layers = stage_layers(shape.num_layers, parallel.pp_size)[parallel.pp_rank]
+    return TransformerBlockSubmodules([kinds[shape.has_experts(layer)] for layer in layers], norm_spec(ops))
+
+
+def _layer_spec(shape: ModelShape, ops: LayerOps, experts: Experts | None) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
-        num_experts=shape.experts and shape.experts.num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+        num_experts=experts and experts.num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )
-    if shape.experts is not None:
-        use_router(layer)
-        use_stacked_experts(layer, ops)
+    if experts is not None:
+        use_router(layer, experts)
+        use_stacked_experts(layer, ops, has_shared=experts.shared_size > 0)
     layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
     use_layer_ops(layer, ops, shape.qk_norm)
     use_biases(layer, shape)
     if shape.multipliers is not None:
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = scaled_add(shape.multipliers.residual)
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), norm_spec(ops))
+    if shape.latents is not None:
+        options = {"latents": shape.latents, "norm": partial(RMSNorm, op=ops.rms_norm)}
+        layer.submodules.self_attention = ModuleSpec(module=LatentAttention, params=options)
+    return layer

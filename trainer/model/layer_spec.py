@@ -70,7 +70,9 @@ def use_layer_ops(layer: ModuleSpec, ops: LayerOps, qk_norm: bool) -> None:
         attention.q_layernorm = attention.k_layernorm = norm_spec(ops)
     if ops.swiglu is not None:
         mlp = layer.submodules.mlp.submodules
-        # Experts have their own (see `experts.py`).
+        # Experts have their own (see `experts.py`), but for those that all rows pass.
+        shared = getattr(mlp, "shared_experts", None)
+        mlp = mlp if shared is None else shared.submodules
         if isinstance(mlp, MLPSubmodules):
             mlp.activation_func = ModuleSpec(module=SwiGLU, params={"op": ops.swiglu})
 

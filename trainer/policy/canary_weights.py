@@ -25,6 +25,12 @@ CLASS_OF = {
     "self_attn.k_proj.bias": "k bias",
     "self_attn.q_norm.weight": "q norm",
     "self_attn.k_norm.weight": "k norm",
+    "self_attn.q_a_proj.weight": "q latent",
+    "self_attn.q_a_layernorm.weight": "q latent norm",
+    "self_attn.q_b_proj.weight": "q of latents",
+    "self_attn.kv_a_proj_with_mqa.weight": "kv latent",
+    "self_attn.kv_a_layernorm.weight": "kv latent norm",
+    "self_attn.kv_b_proj.weight": "kv of latents",
     "self_attn.v_proj.weight": "v",
     "self_attn.v_proj.bias": "v bias",
     "input_layernorm.weight": "input norm",
@@ -33,6 +39,9 @@ CLASS_OF = {
     "mlp.gate_proj.weight": "gate",
     "mlp.up_proj.weight": "up",
     "mlp.down_proj.weight": "down",
+    "mlp.shared_experts.gate_proj.weight": "shared gate",
+    "mlp.shared_experts.up_proj.weight": "shared up",
+    "mlp.shared_experts.down_proj.weight": "shared down",
     "mlp.gate_proj.bias": "gate bias",
     "mlp.up_proj.bias": "up bias",
     "mlp.down_proj.bias": "down bias",
@@ -205,9 +214,9 @@ class CanaryWeights:
         return 1 << (MANTISSA_BITS[self._dtype] - 3 + strength)
 
 
-def _place(name: str) -> int:
-    """Of a class in `SenderFacts.classes`; experts are there in place of one gate, up and down projection."""
-    return ORDER.index(name.removeprefix(EXPERT))
+def _place(name: str) -> tuple[int, str]:
+    """Of a class in `SenderFacts.classes`; experts are beside the gate, up and down projections of dense layers."""
+    return ORDER.index(name.removeprefix(EXPERT)), name
 
 
 def _flip(parameter: _Parameter, masks: list[int]) -> None:

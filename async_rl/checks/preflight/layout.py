@@ -50,11 +50,17 @@ def require_layout(trainer: TrainerSection, model: ModelShape, num_ranks: int) -
 def _divisions(trainer: TrainerSection, model: ModelShape) -> list[tuple[str, int, str, int]]:
     """(key, number of ways, what is divided, its size)."""
     tensor = trainer.tensor_parallel
+    experts = model.experts
+    # Experts are not divided: each is whole on its rank. What stands beside them, and dense layers, are.
+    divided = [] if experts else [("feed-forward size", model.ffn_size)]
+    if experts is not None and experts.grouping is not None:
+        divided = [("shared experts' feed-forward size", experts.shared_size)]
+        divided += [("feed-forward size", model.ffn_size)] if experts.num_dense else []
     divisions = [
         ("tensor_parallel", tensor, "attention heads", model.num_heads),
         ("tensor_parallel", tensor, "vocabulary entries", model.vocab_size),
     ]
-    if model.experts is None:
-        # Experts are not divided: each is whole on its rank.
-        return [*divisions, ("tensor_parallel", tensor, "feed-forward size", model.ffn_size)]
-    return [*divisions, ("expert_parallel", trainer.expert_parallel, "experts", model.experts.num_experts)]
+    divisions += [("tensor_parallel", tensor, what, size) for what, size in divided]
+    if experts is None:
+        return divisions
+    return [*divisions, ("expert_parallel", trainer.expert_parallel, "experts", experts.num_experts)]

@@ -235,7 +235,7 @@ def require_supported(files: ModelFiles, *, is_whole: bool = True) -> None:
 def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path) -> None:
     """Checks what is silently left out, or found late, where files and config.json do not belong together."""
     named, tensors = files.named, stored_tensors(directory)
-    require_sizes(named, shape.num_layers, (shape.vocab_size, shape.hidden_size), tensors)
+    require_sizes(named, shape, tensors)
     is_policy = not any(name.startswith(VALUE_HEADS) for name in tensors)
     if HEAD not in tensors and not shape.tied and is_policy:
         raise ConfigError(
@@ -379,7 +379,7 @@ def require_exact(config: Config, files: ModelFiles) -> None:
                 f"train.exact needs {key} = {expected!r}, not {value!r}: change it, or set train.exact to false"
             )
     family = str(files.config.get("model_type"))
-    if family.endswith("_moe"):
+    if files.shape.experts is not None:
         raise ConfigError(
             f"train.exact is for models without experts, and model.path {files.name!r} is of {family!r}: set "
             "train.exact to false"

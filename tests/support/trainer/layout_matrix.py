@@ -70,7 +70,7 @@ LARGER = {
 """Placements whose kind needs more ranks; compared under a pairwise cover of the other settings."""
 
 
-OTHER_FAMILIES = ("granite", "ministral3")
+OTHER_FAMILIES, WITH_EXPERTS = ("granite", "ministral3"), ("deepseek_v3", "glm4_moe")
 """Those with operations that the families of `cases` do not have, and of which a layout might make something else."""
 
 
@@ -150,7 +150,7 @@ def _sizes(case: Case) -> dict[str, int]:
     sizes["num_hidden_layers"] = max(2, place.pipeline) + case.ragged
     if case.ragged:
         sizes["num_key_value_heads"] = max(1, place.tensor // 2)
-    if case.experts:
+    if case.experts and not case.family:
         sizes["num_experts"] = 6 if thirds else 4
         if case.dtype == "bfloat16":
             # The choice of experts is discontinuous, so rounding can change it: here all experts are used.
@@ -192,6 +192,17 @@ def ragged_cases(num_ranks: int) -> list[Case]:
     families whose layers have more."""
     placed = [case for case in cases(num_ranks) if not case.experts and case.placement.num_replicas < num_ranks]
     return [replace(case, ragged=True, family=family) for case in placed for family in ("", *OTHER_FAMILIES)]
+
+
+def deepseek_cases(num_ranks: int) -> list[Case]:
+    """Those of families with DeepSeek-V3's experts, after a dense layer."""
+    some = [case for case in cases(num_ranks) if case.experts]
+    return [
+        replace(case, ragged=ragged, family=family)
+        for case in some
+        for family in WITH_EXPERTS
+        for ragged in (False, True)
+    ]
 
 
 def with_frozen_models(some: Iterable[Case]) -> list[Case]:

@@ -147,10 +147,11 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_experts_move_between_expert_parallel_ranks_and_one(
-    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path, family: str
 ) -> None:
-    model = str(tiny_model("qwen3_moe"))
+    model = str(tiny_model(family))
     Run(model, str(tmp_path / "1"), 3, (1, 2, 3), {})(parallel)
     spread = Run(model, str(tmp_path / "2"), 2, (2,), {}, str(tmp_path / "1/iteration-000001"))
     start(tmp_path, ({"expert_parallel": 2}, [spread]), torchrun=True)
