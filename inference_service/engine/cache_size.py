@@ -60,6 +60,9 @@ def plan_cache(
     num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    if getattr(config, "kv_lora_rank", None):
+        # Latents are kept as each head's keys and values, both of the larger size.
+        head_dim = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     # The CPU's attention computes in float32.
     dtype = torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
     bytes_per_token = 2 * num_kv_heads * head_dim * config.num_hidden_layers * dtype.itemsize

@@ -49,9 +49,8 @@ def parameters_of_rank(model: Path, layout: Layout, stage: int, ep_rank: int) ->
     count = 0
     for entry in (*weight_map(shape, layout), *([head] if head else [])):
         if entry.stage == stage and entry.ep_rank in (None, ep_rank):
-            for whole in entry.hf_shapes.values():
-                part = torch.empty(whole, device="meta")[entry.shard(whole, 0, layout.tp_size)]
-                count += part.numel()
+            for whole, shard in zip(entry.hf_shapes.values(), entry.shards(0, layout.tp_size), strict=True):
+                count += torch.empty(whole, device="meta")[shard].numel()
     return count
 
 

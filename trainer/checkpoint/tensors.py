@@ -115,10 +115,13 @@ def _within_row(
 def _pieces(model: SharedPromptGPT) -> dict[int, list[_Piece]]:
     """id(parameter) -> the checkpoint's tensors of which it holds a part."""
     found: dict[int, list[_Piece]] = {}
+    parameters = set(map(id, model.parameters()))
     for entry in model.sharded_state_dict(metadata=dict(_NAMES)).values():
         if isinstance(entry, ShardedObject):  # Megatron's slot for fp8 scales, empty here.
             continue
         parameter = entry.data
+        if id(parameter) not in parameters:  # Constants of the model that was loaded.
+            continue
         built = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
         pieces = [_piece(parameter, sharded) for sharded in built]
         assert sum(piece.sharded.data.numel() for piece in pieces) == parameter.numel(), f"{entry.key} has gaps"

@@ -8,7 +8,8 @@ import argparse
 from collections.abc import Sequence
 from math import ceil
 
-from async_rl.checks.forecast.memory import (, BASE
+from async_rl.checks.forecast.memory import (
+    BASE,
     COMMUNICATOR_BYTES,
     FINGERPRINT_BYTES,
     MIB,
@@ -136,7 +137,9 @@ def _received(config: Config, model: ModelShape) -> list[MemoryPart]:
 
 def _ffn_of(model: ModelShape) -> int:
     """Feed-forward values of one row at once: of all its experts, where it has them."""
-    return model.ffn_size if model.experts is None else model.experts.top_k * model.experts.ffn_size
+    if model.experts is None:
+        return model.ffn_size
+    return model.experts.top_k * model.experts.ffn_size + model.experts.shared_size
 
 
 def _vllm(config: Config, model: ModelShape) -> ProcessMemory:
@@ -150,7 +153,9 @@ def _vllm(config: Config, model: ModelShape) -> ProcessMemory:
         longest = config.max_model_len or config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
         # At least one response of full length, or vLLM refuses to start.
         heads = max(1, ways if ways < model.num_kv_heads else model.num_kv_heads)
-        cache = ceil(longest * model.kv_values_per_token / heads) * WEIGHT_BYTES[config.model.dtype]
+        # Latents are whole on each of its devices.
+        values = model.kv_values_per_token / heads if model.latents is None else model.latent_values_per_token
+        cache = ceil(longest * values) * WEIGHT_BYTES[config.model.dtype]
         resident.insert(0, MemoryPart(BASE, BASE_BYTES[config.trainer.device], "context, assumed"))
         resident.append(
             MemoryPart(

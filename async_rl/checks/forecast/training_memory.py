@@ -10,8 +10,10 @@ Shape legend: T rows of a micro-batch, H hidden size, F feed-forward size, V voc
 from dataclasses import dataclass
 from math import ceil
 
-from async_rl.checks.forecast.memory import (, BASE, COMMUNICATORS
+from async_rl.checks.forecast.memory import (
+    BASE,
     COMMUNICATOR_BYTES,
+    COMMUNICATORS,
     FINGERPRINT_BYTES,
     MIB,
     MemoryPart,
@@ -22,7 +24,7 @@ from async_rl.checks.forecast.memory import (, BASE, COMMUNICATORS
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.shared.model_shape import ModelShape
+from async_rl.shared.model_shape import ModelShape, stage_layers
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 WIDE_BYTES = 4
@@ -97,21 +99,24 @@ class RankParameters:
 
 
 def rank_parameters(model: ModelShape, shares: Shares) -> RankParameters:
-    """The parameters of the rank that has most of them, the first or the last stage's."""
-    layers = ceil(model.num_layers / shares.pipeline)
-    layer = ceil(model.divided_layer_parameters / shares.tensor) + model.whole_layer_parameters
+    """The parameters of the rank that has most of them."""
     vocabulary = ceil(model.vocabulary_parameters / shares.tensor)
     # A tied head is a second copy where the last stage is not the first.
     last = model.hidden_size + (model.hidden_size if model.gives_values else vocabulary)
     whole = vocabulary + last - (vocabulary if model.tied else 0)
-    ends = whole if shares.pipeline == 1 else max(vocabulary, last)
-    experts = layers * ceil(model.expert_layer_parameters / shares.expert)
+    ends = {0: vocabulary, shares.pipeline - 1: last} if shares.pipeline > 1 else {0: whole}
+    has_dense = not model.has_experts(0)
     largest = max(
         vocabulary,
-        ceil(2 * model.hidden_size * model.ffn_size / shares.tensor) if model.experts is None else 0,
-        ceil(model.expert_layer_parameters * 2 / 3 / shares.expert),
+        ceil(2 * model.hidden_size * model.ffn_size / shares.tensor) if has_dense else 0,
+        ceil(model.layer_parameters(model.num_layers - 1).experts * 2 / 3 / shares.expert),
     )
-    return RankParameters(layers * layer + ends, experts, largest)
+    stages = []
+    for number, layers in enumerate(stage_layers(model.num_layers, shares.pipeline)):
+        found = [model.layer_parameters(layer) for layer in layers]
+        dense = sum(ceil(each.divided / shares.tensor) + each.whole for each in found) + ends.get(number, 0)
+        stages.append(RankParameters(dense, sum(ceil(each.experts / shares.expert) for each in found), largest))
+    return max(stages, key=lambda stage: stage.total)
 
 
 def trained_model_bytes(parameters: RankParameters, shares: Shares, dtype: str) -> dict[str, int]:
@@ -140,8 +145,18 @@ def layer_values_per_row(model: ModelShape, shares: Shares, recompute: str, *, f
     if recompute == "full":
         return stream
     queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
-    attention = model.qkv_size + (queries if model.qk_norm else 0) + queries + keys + queries
-    kept = 4 * stream + ceil(attention / shares.tensor)
+    # Ranks that share key / value heads gather the product of them all.
+    shares_heads = model.num_kv_heads < shares.tensor
+    keys = keys * shares.tensor // model.num_kv_heads if shares_heads else keys
+    divided = (0 if shares_heads else model.qkv_size) + (queries if model.qk_norm else 0) + queries + keys + queries
+    kept = 4 * stream + ceil(divided / shares.tensor) + (model.qkv_size if shares_heads else 0)
+    if (sizes := model.latents) is not None:
+        # Latents before and after their norms, on the ranks' own rows and gathered; each head's query, key, and value
+        # as their projections make them, put together and padded; the output.
+        rows = 2 * ((sizes.q_rank or 0) + sizes.kv_rank) + sizes.rope_dim
+        made = model.num_heads * (4 * model.head_dim + 2 * sizes.value_dim + sizes.nope_dim)
+        latents = (sizes.q_rank or 0) + sizes.kv_rank
+        kept = 4 * stream + ceil(rows / shares.tensor) + latents + ceil(made / shares.tensor)
     if recompute == "selective":
         return kept
     return kept + feed_forward_values_per_row(model, shares, fused_swiglu=fused_swiglu)
@@ -149,12 +164,15 @@ def layer_values_per_row(model: ModelShape, shares: Shares, recompute: str, *, f
 
 def feed_forward_values_per_row(model: ModelShape, shares: Shares, *, fused_swiglu: bool) -> int:
     """Of `layer_values_per_row` those of the feed-forward part; experts get rows evenly, copied once for each."""
+    dense = ceil((3 if fused_swiglu else 5) * model.ffn_size / shares.tensor)
     if model.experts is None:
-        return ceil((3 if fused_swiglu else 5) * model.ffn_size / shares.tensor)
+        return dense
     # Each rank routes its own rows.
     rows = model.experts.top_k / shares.tensor
     # Their activation is always fused.
-    return ceil(rows * (2 * model.hidden_size + 3 * model.experts.ffn_size))
+    shared = ceil((3 if fused_swiglu else 5) * model.experts.shared_size / shares.tensor)
+    with_experts = shared + ceil(rows * (2 * model.hidden_size + 3 * model.experts.ffn_size))
+    return max(dense, with_experts) if model.experts.num_dense else with_experts
 
 
 def group_rows(config: Config) -> int:
@@ -183,7 +201,7 @@ def activation_bytes(model: ModelShape, shares: Shares, config: Config, *, fused
     """
     recompute, rows = config.trainer.recompute, micro_batch_rows(config)
     width = WEIGHT_BYTES[config.model.dtype]
-    layers = ceil(model.num_layers / shares.pipeline)
+    layers = len(stage_layers(model.num_layers, shares.pipeline)[0])
     kept = layers * layer_values_per_row(model, shares, recompute, fused_swiglu=fused_swiglu)
     whole_layer = layer_values_per_row(model, shares, "none", fused_swiglu=fused_swiglu)
     again = {

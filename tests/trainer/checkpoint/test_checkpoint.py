@@ -112,8 +112,12 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
 ) -> None:
     """One step each: 1 rank, tensor parallel, pipeline, replicas that share the optimizer, 1 rank again."""
     stages = ["1", "tensor", "pipeline", "replicas", "1 again"]
-    # Tied embeddings and query norms in one, an output layer and biases in the other.
-    models = {"float32": tiny_model("qwen3", tied=True), "bfloat16": tiny_model("qwen2")}
+    # Tied embeddings and query norms in one; in the other an output layer, biases, a key head that ranks share, and
+    # stages of different lengths.
+    models = {
+        "float32": tiny_model("qwen3", tied=True),
+        "bfloat16": tiny_model("qwen2", num_key_value_heads=1, num_hidden_layers=3),
+    }
 
     def stage(number: int, **options: Any) -> list[Run]:
         """A run per model that goes on where the stage before it has saved."""
@@ -148,10 +152,11 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_experts_move_between_expert_parallel_ranks_and_one(
-    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path, family: str
 ) -> None:
-    model = str(tiny_model("qwen3_moe"))
+    model = str(tiny_model(family))
     Run(model, str(tmp_path / "1"), 3, (1, 2, 3), {})(parallel)
     spread = Run(model, str(tmp_path / "2"), 2, (2,), {}, str(tmp_path / "1/iteration-000001"))
     start(tmp_path, ({"expert_parallel": 2}, [spread]), torchrun=True)
