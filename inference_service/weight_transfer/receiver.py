@@ -26,18 +26,30 @@ def parameter_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     views: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         weight = parameter.detach()
-        layer, is_gate_up, _ = name.partition(".experts.gate_up_proj")
-        if is_gate_up:
-            for i, gate_up in enumerate(weight):
-                gate, up = gate_up.chunk(2)
-                views[f"{layer}.experts.{i}.gate_proj.weight"] = gate
-                views[f"{layer}.experts.{i}.up_proj.weight"] = up
-        elif name.endswith(".experts.down_proj"):
-            base = name.removesuffix("down_proj")
-            views |= {f"{base}{i}.down_proj.weight": down for i, down in enumerate(weight)}
-        else:
-            views[name] = weight
+        storage = weight.untyped_storage()
+        # Views can be made of memory only; those of weights that sleep find it again when they wake.
+        sleeps = weight.numel() and not storage.nbytes()
+        if sleeps:
+            storage.resize_(weight.numel() * weight.element_size())
+        views |= _views_of(name, weight)
+        if sleeps:
+            storage.resize_(0)
     return views
+
+
+def _views_of(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    layer, is_gate_up, _ = name.partition(".experts.gate_up_proj")
+    if is_gate_up:
+        views = {}
+        for i, gate_up in enumerate(weight):
+            gate, up = gate_up.chunk(2)
+            views[f"{layer}.experts.{i}.gate_proj.weight"] = gate
+            views[f"{layer}.experts.{i}.up_proj.weight"] = up
+        return views
+    if name.endswith(".experts.down_proj"):
+        base = name.removesuffix("down_proj")
+        return {f"{base}{i}.down_proj.weight": down for i, down in enumerate(weight)}
+    return {name: weight}
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:

@@ -25,14 +25,19 @@ def is_sleeping(instance: Instance) -> bool:
 
 
 @pytest.fixture(scope="module")
-def sleeper(launch_instance: Callable[..., Instance], tiny_model: Callable[..., Path]) -> Instance:
-    return launch_instance(tiny_model("qwen3", tied=True), "--asleep")
+def model_path(tiny_model: Callable[..., Path]) -> Path:
+    """Tied, and with experts, whose weights are views of one tensor."""
+    return tiny_model("qwen3_moe", tied=True)
+
+
+@pytest.fixture(scope="module")
+def sleeper(launch_instance: Callable[..., Instance], model_path: Path) -> Instance:
+    return launch_instance(model_path, "--asleep")
 
 
 def test_an_instance_that_begins_asleep_serves_after_a_full_update(
     sleeper: Instance,
-    instance: Instance,
-    tiny_model: Callable[..., Path],
+    model_path: Path,
     load_reference: Callable[[Path], torch.nn.Module],
     trainer_side: type[TrainerSide],
 ) -> None:
@@ -46,7 +51,7 @@ def test_an_instance_that_begins_asleep_serves_after_a_full_update(
     sleeper.post("/wake_up?tags=weights")
     health = sleeper.client.get("/health")
     assert health.status_code == 503 and "dropped for a sleep" in health.text
-    model = load_reference(tiny_model("qwen3", tied=True))
+    model = load_reference(model_path)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)

@@ -14,6 +14,7 @@ import torch
 from async_rl.shared.weights.store import StoreServer
 from async_rl.shared.weights.stream import TensorSpec, WeightGroup
 from benchmarks.common.running_instance import START_TIMEOUT_S, wait_for_url
+from inference_service.weight_transfer.receiver import parameter_views
 
 GROUP_TIMEOUT_S = 60.0
 
@@ -94,8 +95,8 @@ class TrainerSide:
     @staticmethod
     def stream(model: torch.nn.Module) -> list[tuple[TensorSpec, torch.Tensor]]:
         return [
-            (TensorSpec(name, str(p.dtype).removeprefix("torch."), tuple(p.shape)), p.detach())
-            for name, p in model.named_parameters()
+            (TensorSpec(name, str(p.dtype).removeprefix("torch."), tuple(p.shape)), p)
+            for name, p in parameter_views(model).items()
         ]
 
     @staticmethod
