@@ -89,7 +89,7 @@ def test_a_recipe_can_be_planned_on_the_devices_that_it_names(path: Path) -> Non
     elif trains and not on_cpu:
         planned = plan_cluster(path, config, ())
         assert planned.num_nodes * planned.node.devices + planned.min_instances * planned.instance.devices == needed
-    named = re.search(r"^# For: .*?(\d+) (NPUs|GPUs?|CPU cores)", path.read_text(), re.MULTILINE)
+    named = re.search(r"^# For: .*?(\d+) (NPUs?|GPUs?|CPU cores)", path.read_text(), re.MULTILINE)
     assert named is not None, "its hardware, with a number"
     assert int(named[1]) == needed if not on_cpu else int(named[1]) >= needed
 

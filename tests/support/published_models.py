@@ -34,6 +34,7 @@ def _sizes(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int) -> dic
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-0.6B": {**_QWEN3, **_sizes(28, 1024, 3072, 16, 8), "tie_word_embeddings": True},
+    "Qwen/Qwen3-1.7B": {**_QWEN3, **_sizes(28, 2048, 6144, 16, 8), "tie_word_embeddings": True},
     "Qwen/Qwen3-8B": {**_QWEN3, **_sizes(36, 4096, 12288, 32, 8)},
     "Qwen/Qwen3-30B-A3B": {
         **_QWEN3,
