@@ -21,6 +21,7 @@ from async_rl.shared.programs.error_text import error_text
 from async_rl.shared.programs.extras import SERVES_WITH, require_extras
 from async_rl.shared.programs.failure_report import report_failure
 from async_rl.shared.programs.loading import loading
+from async_rl.shared.programs.nccl_package import HAS_NCCL, nccl_package
 from inference_service.options import TOKEN_VARIABLE, Options, parse_options, require_checkpoint
 from inference_service.vllm.server import serve_vllm
 from inference_service.vllm.versions import find_vllm
@@ -40,6 +41,8 @@ def main() -> int:
         if options.check:
             engine = f"vLLM {find_vllm(options.device)}" if options.engine == "vllm" else "transformers"
             print(f"{SERVES_WITH} {engine}", flush=True)
+            if (nccl := nccl_package()) is not None:
+                print(f"{HAS_NCCL} {nccl}", flush=True)
             return 0
         listener = _bind(options)
         if options.engine == "vllm":

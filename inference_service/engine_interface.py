@@ -12,6 +12,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.shared.protocol.inference import InitInfo, SamplingParams, UpdateInfo
 
 PauseMode = Literal["abort", "wait", "keep"]
+WakeTag = Literal["weights", "kv_cache", "scheduling"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -147,6 +148,18 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None: ...
+
+    @property
+    def is_sleeping(self) -> bool: ...
+
+    async def sleep(self, level: int) -> None:
+        """Aborts what is running and pauses; from level 1 on the device's memory is given back. The weights are kept on
+        the host, or, at level 2, dropped: it serves again after `wake_up` and a full update."""
+        ...
+
+    async def wake_up(self, tags: Sequence[WakeTag]) -> None:
+        """Takes memory on the device for the `tags`, all if there are none; resumes, unless weights are missing."""
+        ...
 
     async def init_weight_transfer(self, info: InitInfo) -> None:
         """Joins the trainer's weight group, leaving an earlier one; returns or fails within `info.timeout_s`."""

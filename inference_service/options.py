@@ -35,6 +35,7 @@ class Options:
     max_model_len: int | None
     logprobs_mode: LogprobsMode
     exact: bool
+    asleep: bool
     served_model_name: str | None
     register: str | None
     advertise: str | None
@@ -78,6 +79,11 @@ def parse_options(arguments: Sequence[str]) -> Options:
         "--exact",
         action="store_true",
         help="compute the same bits as a trainer with train.exact, in float32 on a CPU",
+    )
+    parser.add_argument(
+        "--asleep",
+        action="store_true",
+        help="begin without weights and cache on the device, until a trainer wakes it (run.placement = turns)",
     )
     parser.add_argument("--served-model-name", default=None, help="the name clients use (default: --model)")
     parser.add_argument(

@@ -95,7 +95,7 @@ def serve(options: Options, listener: socket.socket, token: str | None) -> None:
     transformers_logging.disable_progress_bar()
     device = torch.device(options.device)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[options.dtype]
-    loaded = load_model(options.model, device, dtype)
+    loaded = load_model(options.model, device, dtype, asleep=options.asleep)
     engine = _make_engine(options, loaded, device, dtype)
     name = options.served_model_name or options.model
     identity = identity_headers(boot_id, options.max_concurrency)
@@ -119,7 +119,16 @@ def _make_engine(options: Options, loaded: LoadedModel, device: torch.device, dt
             f"--max-model-len {max_model_len} is more than the model's {loaded.max_positions} positions: lower it"
         )
     kernels = EXACT if options.exact else FASTEST
-    size = plan_cache(loaded.model.config, dtype, device, options.max_concurrency, max_model_len, kernels.width)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
+    size = plan_cache(
+        loaded.model.config,
+        dtype,
+        device,
+        options.max_concurrency,
+        max_model_len,
+        kernels.width,
+        weights if options.asleep else None,
+    )
     return TransformersEngine(loaded, size, max_model_len, options.logprobs_mode, kernels)
 
 

@@ -110,7 +110,7 @@ class TrainingRank:
             self._parallel.broadcast_json([FAILED, f"{type(error).__name__}: {error}"])
             raise
         finally:
-            self._megatron.canary_weights.restore()
+            self._restore()
         self._parallel.broadcast_json([PUBLISHED, asdict(publication)])
         return publication
 
@@ -120,11 +120,13 @@ class TrainingRank:
             while True:
                 match self._parallel.broadcast_json(None):
                     case [message] if message == STREAM:
-                        self._megatron.export.serve()
+                        with self._megatron.turns.weights():
+                            self._megatron.export.serve()
                     case [message, prompt, responses] if message == SCORE:
                         self._megatron.score(prompt, responses)
                     case [message, strengths] if message == CHANGE:
-                        self._megatron.canary_weights.change(strengths)
+                        with self._megatron.turns.weights(changes=True):
+                            self._megatron.canary_weights.change(strengths)
                     case [message, failure] if message == FAILED:
                         raise LeaderFailed(f"the main training rank failed: {failure}")
                     case [message, reason] if message == STOPPED:
@@ -132,7 +134,13 @@ class TrainingRank:
                     case [_, publication]:
                         return Publication(**publication | {"instances": tuple(publication["instances"])})
         finally:
-            self._megatron.canary_weights.restore()
+            self._restore()
+
+    def _restore(self) -> None:
+        """The true weights, if a canary has changed them."""
+        if self._megatron.canary_weights.are_changed:
+            with self._megatron.turns.weights(changes=True):
+                self._megatron.canary_weights.restore()
 
 
 def weight_source(megatron: MegatronTrainer, parallel: Parallel, watch: Callable[[], None]) -> WeightSource:
@@ -140,7 +148,8 @@ def weight_source(megatron: MegatronTrainer, parallel: Parallel, watch: Callable
 
     def stream() -> Stream:
         parallel.broadcast_json([STREAM])
-        return megatron.export.stream()
+        with megatron.turns.weights():
+            yield from megatron.export.stream()
 
     def score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
         parallel.broadcast_json([SCORE, list(prompt), list(map(list, responses))])
@@ -148,7 +157,8 @@ def weight_source(megatron: MegatronTrainer, parallel: Parallel, watch: Callable
 
     def change(strengths: Mapping[str, int]) -> None:
         parallel.broadcast_json([CHANGE, dict(strengths)])
-        megatron.canary_weights.change(strengths)
+        with megatron.turns.weights(changes=True):
+            megatron.canary_weights.change(strengths)
 
     weights = megatron.canary_weights
     return WeightSource(megatron.export.specs, stream, score, change, weights.classes, weights.one_tensor, watch)

@@ -33,10 +33,11 @@ class Saving:
         self._iterations = train.num_iterations
         self.first_iteration = 0
         newest = newest_checkpoint(checkpoints_dir(run.dir)) if run.resume else None
+        trained = (megatron.models.policy, megatron.optimizer, megatron.lagged_old, megatron.critic)
         if newest is not None:
-            self.first_iteration = checkpoints.load(
-                newest, megatron.models.policy, megatron.optimizer, megatron.lagged_old, megatron.critic
-            )
+            self.first_iteration = checkpoints.load(newest, *trained)
+        if section.every:
+            checkpoints.find_tensors(*trained)
         self._saved = self._sound = self.first_iteration
         self._sound_counts = megatron.optimizer.counts
 
@@ -97,8 +98,5 @@ class Saving:
             log.info("saved a checkpoint: go on from iteration %d with run.resume = true", self._saved)
 
     def _save(self) -> None:
-        megatron = self._megatron
-        self._checkpoints.save(
-            self._sound, megatron.models.policy, megatron.optimizer, megatron.lagged_old, megatron.critic
-        )
+        self._checkpoints.save(self._sound, self._megatron.optimizer)
         self._saved = self._sound

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
 from async_rl.checks.preflight.model import find_checkpoint, read_shape
 from async_rl.config.algorithm_section import AlgorithmSection
@@ -52,6 +52,7 @@ from trainer.policy.canary_weights import CanaryWeights
 from trainer.policy.frozen_model import FrozenModel
 from trainer.policy.optimizer import PolicyOptimizer
 from trainer.policy.tri_model import load_tri_model
+from trainer.policy.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,12 @@ class MegatronTrainer:
         algorithm: AlgorithmSection,
         optimizer: OptimizerSection,
         train: TrainSection,
+        *,
+        takes_turns: bool = False,
     ) -> None:
         """Loads the model named by `model.path`, and the critic where the algorithm needs one.
+
+        With `takes_turns` its memory leaves the device from each publish to the first window.
 
         Raises:
             ConfigError: there is no such checkpoint, or the trainer does not support it.
@@ -113,6 +118,7 @@ class MegatronTrainer:
         )
         self.export = WeightExport(self.models.policy_model)
         self.canary_weights = CanaryWeights(self.models.policy_model)
+        self.turns = Turns(self._trained, self._frozen, parallel.device.DEVICE, takes_turns=takes_turns)
         self._feed = GroupFeed(parallel, section)
         self._totals: Totals | None = None
         self._samples = True
@@ -123,7 +129,9 @@ class MegatronTrainer:
     def of(cls, config: Config, parallel: Parallel) -> "MegatronTrainer":
         """The trainer of a run; raises what the constructor does."""
         sections = (config.trainer, config.model, config.rollout, config.algorithm, config.optimizer, config.train)
-        return cls(parallel, *sections)
+        # On a CPU both pools have the host's memory anyway.
+        takes_turns = config.run.placement == "turns" and config.trainer.device != "cpu"
+        return cls(parallel, *sections, takes_turns=takes_turns)
 
     def windows(
         self, order: TrainingOrder, together: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -150,6 +158,7 @@ class MegatronTrainer:
             require_known_tokens(group, self._shape.vocab_size)
             if self._algorithm.needs.whole_groups:
                 require_one_micro_batch(group, self._section.micro_batch_tokens, self._config.name)
+        self.turns.take()
         for frozen in self._frozen:
             frozen.prefetch()
         with_gradient, without = self._by_gradient(window)
@@ -186,7 +195,7 @@ class MegatronTrainer:
         group = _unscored_group(prompt_token_ids, responses)
         require_known_tokens(group, self._shape.vocab_size)
         passes = self._passes([[group]])
-        with self.models.policy_to_score() as policy:
+        with self.turns.weights(), self.models.policy_to_score() as policy:
             parts = [part for a_pass in passes for part in a_pass.logprobs(policy)]
         logprobs_N = torch.cat(parts).tolist() if self._reports else []
         # Every replica has scored them; the first result is used.
@@ -201,6 +210,8 @@ class MegatronTrainer:
         Raises:
             NonFiniteGradient: on all ranks, if too many steps in a row were skipped.
         """
+        # A replica that got no group has not needed its memory until now.
+        self.turns.take()
         own = [self._own_totals() if self._reports else {}, memory_peaks(self._parallel.device.DEVICE)]
         of_ranks = self._parallel.gather_json(own)
         sums = Counter(added(part for part, _ in of_ranks))
@@ -214,6 +225,7 @@ class MegatronTrainer:
         if self.critic is not None:
             self.critic.finish_gradients(sums["tokens"])
         norms = self._gradient_norms()
+        self.turns.wait_for_states()
         learning_rate = self.optimizer.learning_rate
         skipped = not all(map(math.isfinite, norms))
         if skipped:
@@ -239,22 +251,24 @@ class MegatronTrainer:
 
     def discard(self) -> None:
         """Drops what has been accumulated since the last step."""
-        self.models.policy.zero_grad_buffer()
-        if self.critic is not None:
-            self.critic.discard()
+        if not self.turns.is_away:
+            self.models.policy.zero_grad_buffer()
+            if self.critic is not None:
+                self.critic.discard()
         self._sums.clear()
         self._totals = None
 
     def before_publish(self) -> None:
         """Called before rollouts use the current weights: an old model that represents the sampler copies them.
 
-        So does that of the critic's old values.
+        So does that of the critic's old values. Then the device is the instances'.
         """
         self._samples = True
         if self._old_policy == "model":
             self._refresh_old()
         if self.critic is not None:
             self.critic.refresh_old()
+        self.turns.give_up()
 
     def save_hf(self, path: Path) -> None:
         """Writes the policy as a Hugging Face checkpoint to `path`."""
@@ -337,8 +351,13 @@ class MegatronTrainer:
         return [*self.models.frozen, *([of_critic] if of_critic is not None else [])]
 
     @property
+    def _trained(self) -> list[tuple[DistributedDataParallel, PolicyOptimizer]]:
+        policy = (self.models.policy, self.optimizer)
+        return [policy] if self.critic is None else [policy, (self.critic.model, self.critic.optimizer)]
+
+    @property
     def _optimizers(self) -> list[PolicyOptimizer]:
-        return [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
+        return [optimizer for _, optimizer in self._trained]
 
     def _own_totals(self) -> dict[str, float]:
         return self._sums.totals() | (self.critic.totals() if self.critic is not None else {})

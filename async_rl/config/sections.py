@@ -34,9 +34,10 @@ class RunSection(Section):
         "log names them",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of prompts and every sampling seed")
-    placement: Literal["separate", "shared"] = Field(
+    placement: Literal["separate", "shared", "turns"] = Field(
         "separate",
-        description="whether instances have devices of their own, or those of the training ranks too (see devices.md)",
+        description="whether instances have devices of their own, or those of the training ranks: shared, with both "
+        "pools in memory at once, or in turns (see placement.md)",
     )
 
 
@@ -134,10 +135,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _shared_devices_have_a_snapshot(self) -> "Config":
-        if self.run.placement == "shared" and self.publish.transport != "snapshot":
+        if self.run.placement != "separate" and self.publish.transport != "snapshot":
             raise ValueError(
-                f"run.placement is 'shared', but publish.transport is {self.publish.transport!r}, and nccl and hccl "
-                "refuse a group with two ranks on one device: set publish.transport to 'snapshot', and "
+                f"run.placement is {self.run.placement!r}, but publish.transport is {self.publish.transport!r}, and "
+                "nccl and hccl refuse a group with two ranks on one device: set publish.transport to 'snapshot', and "
                 "publish.snapshot_dir to a directory in memory, such as /dev/shm/weights"
             )
         return self

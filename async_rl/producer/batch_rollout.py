@@ -42,6 +42,7 @@ class BatchRollout:
         idle_work: gets the pool when the rollouts have finished.
         on_group: gets each group that finished.
         on_figures: gets those of the rollouts when all have finished, if there are any.
+        rest: has the instances leave their devices to the trainer, after the idle work and before any group is trained.
     """
 
     pack = staticmethod(pack)
@@ -55,8 +56,11 @@ class BatchRollout:
         idle_work: IdleWork | None = None,
         on_group: Callable[[Group], object] = lambda group: None,
         on_figures: Callable[[Mapping[str, Any]], None] = lambda figures: None,
+        *,
+        rest: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._maker = maker
+        self._rest = rest
         self._batch = Batch.union(mini_batches)
         self._version = version
         self._idle_work = idle_work
@@ -144,9 +148,9 @@ class BatchRollout:
                 self._tasks[index] = siblings.create_task(self._produce(index))
                 if number % STARTS_AT_ONCE == 0:
                     await asyncio.sleep(0)
-        self._is_settled = True
-        if self._held is not None:
-            self._put(*self._held)
+        if self._rest is None:
+            self._is_settled = True
+            self._put(*self._held or ())
         self._report_figures()
         if self._idle_work is not None:
             try:
@@ -154,6 +158,10 @@ class BatchRollout:
             except Exception:
                 # Training does not depend on it; no other code awaits this task.
                 log.exception("the work of the idle pool failed in iteration %d", self._batch.iteration)
+        if self._rest is not None:
+            await self._rest()
+            self._is_settled = True
+            self._put(*self._held or ())
 
     def _report_figures(self) -> None:
         if not (taken := self._maker.take_figures()):

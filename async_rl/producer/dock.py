@@ -35,8 +35,8 @@ class Docking:
 
     `max_ahead` is the largest number of tokens that wait at a replica while others are free. With `holds` no group
     leaves before all of the batch have finished, and then all do, in parts of equally many tokens: what a replica says
-    of training tells nothing where that waits for the whole batch. `speeds` has what was measured of each replica, in
-    tokens a second, over all batches.
+    of training tells nothing where that waits for the whole batch. So it is where both pools take turns, too. `speeds`
+    has what was measured of each replica, in tokens a second, over all batches.
     """
 
     num_replicas: int = 1
@@ -49,7 +49,8 @@ class Docking:
     def of(cls, config: Config, num_replicas: int) -> "Docking":
         trainer = config.trainer
         max_ahead = math.inf if trainer.trains_backlogs else trainer.micro_batch_tokens
-        return cls(num_replicas, config.train.order == "prompt", max_ahead, config.train.mode == "synchronous")
+        holds = config.train.mode == "synchronous" or config.run.placement == "turns"
+        return cls(num_replicas, config.train.order == "prompt", max_ahead, holds)
 
     def docks(self, mini_batches: Sequence[Batch], give: Give) -> "list[Dock]":
         """One for all replicas, or where shares are fixed one for each: the dock of index i is `i % len(docks)`."""

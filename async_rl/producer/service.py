@@ -94,6 +94,7 @@ class ProducerService:
         self._token = token
         self._run = run
         self._lease_name = lease_name
+        self._takes_turns = config.run.placement == "turns"
         self._require_lease = require_lease
         self._pool = pool or InferencePool(config.pool, token, lease_name)
         closing.callback(lambda: loop.end(self._pool.close()))
@@ -232,7 +233,11 @@ class ProducerService:
             self._evaluator,
             self._note_group,
             self._write_figures,
+            rest=self._rest if self._takes_turns else None,
         )
+
+    async def _rest(self) -> None:
+        await self._pool.sleep(self._config.publish.timeout_s)
 
     def _find(self, prompts: Sequence[tuple[int, str]]) -> dict[int, Prompt]:
         return {index: self._prompts.find(prompt_id) for index, prompt_id in prompts}
@@ -268,7 +273,9 @@ class ProducerService:
         config, prompt = self._config, self._prompts.longest.token_ids
         admission = probe = canary = None
         if config.publish.canary != "off":
-            probe = Probe(config.publish, config.rollout, prompt)
+            if not self._takes_turns:
+                # The trainer could not compute beside the instances; the batch's own log-probs show the same.
+                probe = Probe(config.publish, config.rollout, prompt)
             noise, dtype = noise_limits(config.train, config.model.dtype).noise, config.model.dtype
             canary = Canary(
                 config.publish,
@@ -280,7 +287,7 @@ class ProducerService:
                 exact=config.train.exact,
             )
         if config.publish.snapshot_dir is not None:
-            admission = Admission(config.publish)
+            admission = Admission(config.publish, takes_turns=self._takes_turns)
             admission.canary = canary
             self._pool.late_joiners.admit = admission.admit
         return Publisher(
@@ -292,6 +299,7 @@ class ProducerService:
             admission=admission,
             probe=probe,
             canary=canary,
+            takes_turns=self._takes_turns,
         )
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -32,14 +32,11 @@ class ModelSize:
     @classmethod
     def of(cls, shape: ModelShape) -> "ModelSize":
         """Weights of matrix products only: norms, biases and the look-up of embeddings take next to no FLOPs."""
-        hidden, heads = shape.hidden_size, 2 * shape.num_heads + 2 * shape.num_kv_heads
-        ffn = 3 * hidden * shape.ffn_size
-        if (experts := shape.experts) is not None:
-            ffn = hidden * (experts.num_experts + 3 * experts.top_k * experts.ffn_size)
         return cls(
-            num_layer_parameters=shape.num_layers * (hidden * shape.head_dim * heads + ffn),
-            num_output_parameters=hidden * shape.vocab_size,
-            attention_width=shape.num_layers * shape.num_heads * shape.head_dim,
+            num_layer_parameters=shape.num_layers * shape.attention_products + shape.feed_forward_products,
+            num_output_parameters=shape.hidden_size * shape.vocab_size,
+            # Of the product of queries and keys, and of that with values.
+            attention_width=shape.num_layers * shape.num_heads * (shape.head_dim + shape.value_dim) // 2,
         )
 
     def forward_flops(self, row: GroupProof) -> float:

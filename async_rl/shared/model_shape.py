@@ -4,26 +4,33 @@ The one reading of that file, without libraries of models; for pre-flight, forec
 configs leave out has the default that transformers gives it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from math import log
+from typing import Any, NamedTuple
 
 from async_rl.errors import ConfigError
+from async_rl.shared.model_families import (
+    BIAS_KEYS,
+    MLP_BIAS,
+    MULTIPLIERS,
+    ORIGINAL,
+    OUT_BIAS,
+    QK_NORM,
+    QKV_BIAS,
+    QUERY_BETA,
+    ROPE_KEYS,
+    ROPE_KINDS,
+    SAME_AS,
+    TABLE,
+    Family,
+)
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama", "mistral", "smollm3", "seed_oss")
+FAMILIES = tuple(TABLE)
 """`model_type` of the models that the trainer supports."""
 
-HEAD_DIMS = {"qwen3": 128, "seed_oss": 128}
-"""Where config.json leaves it out; the other families divide the hidden size among the heads."""
-
-NORM_EPS, ROPE_THETA = 1e-6, 10_000.0
-"""Where config.json leaves them out."""
-
-THETAS = {"smollm3": 2_000_000.0}
-"""Of families with another `ROPE_THETA`."""
-
-TIED, BIASED = ("smollm3",), ("seed_oss",)
-"""Families whose tie_word_embeddings, and attention_bias, is true where config.json leaves it out."""
+DEEPSEEKS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""Keys of DeepSeek-V3's config.json that transformers does not read, and the only values that it holds."""
 
 MISTRALS_WINDOW = 4096
 """Where its config.json leaves it out; null is none."""
@@ -36,34 +43,48 @@ LARGEST_SIZE, LARGEST_NUMBER = 2**31, 1e30
 
 FULL = "full_attention"
 
-ORIGINAL = "original_max_position_embeddings"
-
-ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
-    "yarn": (
-        ("factor",),
-        (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-    ),
-}
-"""Kinds of rotary embeddings whose angles depend on the position only: the keys that each needs, and may have."""
-
-ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-"""What any of them may have."""
-
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts of every layer's feed-forward part: `num_experts` of them, each token uses the `top_k` best.
+    """The experts of a layer's feed-forward part: `num_experts` of them, each token uses the `top_k` best.
 
-    `renormalized` means that a token's `top_k` weights sum to 1; otherwise they are the softmax over all experts.
+    `renormalized` means that a token's `top_k` weights sum to 1; otherwise they are the scores over all experts, a
+    softmax. With `grouping` they are sigmoids, as in DeepSeek-V3. The first `num_dense` layers have none.
     """
 
     num_experts: int
     top_k: int
     ffn_size: int
     renormalized: bool
+    grouping: "Grouping | None" = None
+    shared_size: int = 0
+    """Feed-forward size of what every token passes beside its experts."""
+    num_dense: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """The choice of experts by DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): by score plus a bias that training does
+    not change, within the `top_groups` of `num_groups` whose two best sum highest; weights are multiplied by `scale`.
+    """
+
+    num_groups: int
+    top_groups: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): sizes of the latents of queries, None without one,
+    and of keys and values; of each head's unrotated and rotated part of a query, and of its value. With `interleaved`
+    neighbouring dimensions are rotated together."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +96,25 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Granite's: of the embedding, of attention's scores in place of 1 / sqrt(head dimension), and of what each half of
+    a layer adds; logits are divided by `logits`."""
+
+    embedding: float
+    attention: float
+    residual: float
+    logits: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes and features of one decoder-only model.
 
     `rope` is None for plain rotary embeddings, which `unrotated_layers` (from 1) have none of. `tied` means that the
     output layer uses the embedding's weights. `experts` replace, in every layer, one feed-forward part of `ffn_size`.
-    With `gives_values` the output layer is a critic's head, which no checkpoint's config says.
+    With `gives_values` the output layer is a critic's head, which no checkpoint's config says. `added_features` are
+    those that not all models of the family have. Queries at position p are multiplied by 1 + b log(1 + p // n) for
+    `query_scaling` (b, n).
     """
 
     family: str
@@ -98,6 +132,13 @@ class ModelShape:
     experts: Experts | None = None
     gives_values: bool = False
     unrotated_layers: frozenset[int] = frozenset()
+    added_features: frozenset[str] = frozenset()
+    multipliers: Multipliers | None = None
+    query_scaling: tuple[float, float] | None = None
+    latents: Latents | None = None
+    rotary_share: float = 1.0
+    num_predictors: int = 0
+    """Layers for multi-token prediction that checkpoints may have after the last one; not trained."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], named: str) -> "ModelShape":
@@ -107,13 +148,15 @@ class ModelShape:
             ConfigError: a family or a feature is not supported, a size is missing or no positive integer, or heads do
                 not divide.
         """
-        family = config.get("model_type")
-        if family not in FAMILIES:
+        name = config.get("model_type")
+        family = SAME_AS.get(name, name) if isinstance(name, str) else name
+        if not isinstance(family, str) or family not in FAMILIES:
             raise ConfigError(
                 f"{named} has model_type {family!r}, which the trainer does not support: expected one of "
                 f"{', '.join(FAMILIES)}"
             )
-        for found, expected in _not_held(config):
+        traits = TABLE[family]
+        for found, expected in _not_held(config, traits):
             raise ConfigError(
                 f"{named} has {found} in its config.json, which the trainer does not support: expected {expected}"
             )
@@ -131,15 +174,21 @@ class ModelShape:
                 f"{named} has num_attention_heads = {heads} and num_key_value_heads = {kv_heads} in its config.json, "
                 "which do not divide: download it again"
             )
-        experts = None
-        if family == "qwen3_moe":
-            # A checkpoint saved again by transformers 5 has the second name.
-            num_experts, top_k = size("num_experts", "num_local_experts"), size("num_experts_per_tok")
-            if top_k > num_experts:
-                raise damaged(named, "num_experts_per_tok", top_k, f"at most its {num_experts} experts")
-            experts = Experts(num_experts, top_k, size("moe_intermediate_size"), _flag(named, "norm_topk_prob", config))
-        _, rope = _rope(config)
-        theta = rope.get("rope_theta", config.get("rope_theta", THETAS.get(family, ROPE_THETA)))
+        latents = None
+        if traits.has_latents:
+            latents = Latents(
+                q_rank=size("q_lora_rank") if config.get("q_lora_rank") is not None else None,
+                kv_rank=size("kv_lora_rank"),
+                nope_dim=size("qk_nope_head_dim"),
+                rope_dim=size("qk_rope_head_dim"),
+                value_dim=size("v_head_dim"),
+                interleaved=_flag(named, "rope_interleave", config, default=True),
+            )
+        num_predictors = 0
+        if traits.experts == "deepseek":
+            num_predictors = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 1))
+        _, rope = _rope(config, traits)
+        theta = rope.get("rope_theta", config.get("rope_theta", traits.theta))
         return cls(
             family=family,
             num_layers=size("num_hidden_layers"),
@@ -147,32 +196,77 @@ class ModelShape:
             ffn_size=size("intermediate_size"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=size("head_dim", default=HEAD_DIMS.get(family, hidden // heads)),
+            head_dim=latents.nope_dim + latents.rope_dim
+            if latents
+            else size("head_dim", default=traits.head_dim or hidden // heads),
             vocab_size=size("vocab_size"),
-            norm_eps=_positive(named, "rms_norm_eps", config.get("rms_norm_eps", NORM_EPS)),
+            norm_eps=_positive(named, "rms_norm_eps", config.get("rms_norm_eps", traits.norm_eps)),
             rope_theta=_positive(named, "rope_theta", theta),
             rope=_scaled_rope(config, rope, named),
-            tied=_flag(named, "tie_word_embeddings", config, default=family in TIED),
-            experts=experts,
+            tied=_flag(named, "tie_word_embeddings", config, default=traits.tied),
+            experts=_experts(config, traits, size, named),
+            latents=latents,
+            rotary_share=_rotary_share(config, rope, traits),
+            num_predictors=num_predictors if type(num_predictors) is int else 0,
             unrotated_layers=_unrotated_layers(config, size("num_hidden_layers"), named),
+            added_features=frozenset(
+                feature
+                for key, features in traits.features_of.items()
+                if _flag(named, key, config, default=key in traits.true)
+                for feature in features
+            ),
+            multipliers=Multipliers(*(_positive(named, key, config.get(key, 1)) for key in MULTIPLIERS))
+            if traits.multiplies
+            else None,
+            query_scaling=(_positive(named, QUERY_BETA, rope[QUERY_BETA]), _positive(named, ORIGINAL, rope[ORIGINAL]))
+            if traits.scales_queries
+            else None,
         )
 
     def as_critic(self) -> "ModelShape":
         """The same layers below a critic's head."""
         return replace(self, tied=False, gives_values=True)
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self.family in ("qwen2", *BIASED)
+    def has(self, feature: str) -> bool:
+        """Whether its layers have a feature of `model_families`."""
+        return feature in TABLE[self.family].features or feature in self.added_features
 
     @property
     def qk_norm(self) -> bool:
-        return self.family in ("qwen3", "qwen3_moe")
+        return self.has(QK_NORM)
+
+    @property
+    def attention_scale(self) -> float:
+        """What the products of queries and keys are multiplied by."""
+        if self.multipliers:
+            return self.multipliers.attention
+        yarn = dict(self.rope.parameters) if self.rope and self.latents else {}
+        # DeepSeek-V3 has the rest of YaRN's factor of cosine and sine here, which covers the unrotated part, too.
+        mscale = 0.1 * yarn.get("mscale_all_dim", 0) * log(max(1.0, yarn.get("factor", 1.0))) + 1
+        return float(mscale**2 * self.head_dim**-0.5)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.latents.rope_dim if self.latents else int(self.head_dim * self.rotary_share)
+
+    @property
+    def kernel_dim(self) -> int:
+        """Dimensions of a head for attention kernels, which take queries, keys and values of one size."""
+        return max(self.head_dim, self.value_dim)
+
+    @property
+    def value_dim(self) -> int:
+        return self.latents.value_dim if self.latents else self.head_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, from 0, has experts."""
+        return self.experts is not None and layer >= self.experts.num_dense
 
     @property
     def qkv_size(self) -> int:
         """Values that a row's queries, keys and values have in one layer."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.value_dim
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -180,31 +274,55 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     @property
-    def divided_layer_parameters(self) -> int:
-        """Of one layer, those that tensor-parallel ranks divide."""
-        attention = self.hidden_size * (self.qkv_size + self.num_heads * self.head_dim)
-        bias = self.qkv_size if self.qkv_bias else 0
-        return attention + bias + (0 if self.experts else 3 * self.hidden_size * self.ffn_size)
+    def attention_products(self) -> int:
+        """Weights that a row is multiplied with in one layer's attention."""
+        hidden, out = self.hidden_size, self.num_heads * self.value_dim
+        if (sizes := self.latents) is None:
+            return hidden * (self.qkv_size + out)
+        query = (sizes.q_rank or hidden) * self.num_heads * self.head_dim + hidden * (sizes.q_rank or 0)
+        keys = sizes.kv_rank * self.num_heads * (sizes.nope_dim + sizes.value_dim)
+        return query + keys + hidden * (sizes.kv_rank + sizes.rope_dim + out)
 
     @property
-    def whole_layer_parameters(self) -> int:
-        """Of one layer, those that every rank of its stage has: norms, and the router of experts."""
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        return norms + (self.hidden_size * self.experts.num_experts if self.experts else 0)
-
-    @property
-    def expert_layer_parameters(self) -> int:
-        """Of one layer, those of all its experts."""
+    def feed_forward_products(self) -> int:
+        """The same of the feed-forward parts of all layers, with the experts that a row uses."""
         if self.experts is None:
-            return 0
-        return self.experts.num_experts * 3 * self.hidden_size * self.experts.ffn_size
+            return self.num_layers * 3 * self.hidden_size * self.ffn_size
+        experts, num_dense = self.experts, min(self.experts.num_dense, self.num_layers)
+        of_experts = experts.num_experts + 3 * (experts.top_k * experts.ffn_size + experts.shared_size)
+        return self.hidden_size * (num_dense * 3 * self.ffn_size + (self.num_layers - num_dense) * of_experts)
+
+    @property
+    def _attention_parameters(self) -> tuple[int, int]:
+        """Of one layer's attention: (those that tensor-parallel ranks divide, those that every rank has)."""
+        hidden, out = self.hidden_size, self.num_heads * self.value_dim
+        if (sizes := self.latents) is None:
+            bias = self.qkv_size if self.has(QKV_BIAS) else 0
+            norms = 2 * self.head_dim if self.qk_norm else 0
+            return hidden * (self.qkv_size + out) + bias, norms + hidden * self.has(OUT_BIAS)
+        query = (sizes.q_rank or hidden) * self.num_heads * self.head_dim
+        keys = sizes.kv_rank * self.num_heads * (sizes.nope_dim + sizes.value_dim)
+        down = hidden * (sizes.kv_rank + sizes.rope_dim) + sizes.kv_rank
+        return query + keys + hidden * out, down + (sizes.q_rank or 0) * (hidden + 1)
+
+    def layer_parameters(self, layer: int) -> "LayerParameters":
+        """Of one layer, from 0."""
+        divided, whole = self._attention_parameters
+        whole += 2 * self.hidden_size
+        if not self.has_experts(layer):
+            bias = 2 * self.ffn_size if self.has(MLP_BIAS) else 0
+            ffn = 3 * self.hidden_size * self.ffn_size
+            return LayerParameters(divided + ffn + bias, whole + self.hidden_size * self.has(MLP_BIAS), 0)
+        assert self.experts is not None
+        divided += 3 * self.hidden_size * self.experts.shared_size
+        whole += self.hidden_size * self.experts.num_experts
+        return LayerParameters(divided, whole, self.experts.num_experts * 3 * self.hidden_size * self.experts.ffn_size)
 
     @property
     def num_parameters(self) -> int:
         """Of the whole model, a tied head counted once."""
-        layer = self.divided_layer_parameters + self.whole_layer_parameters + self.expert_layer_parameters
-        vocabulary = self.vocabulary_parameters * (1 if self.tied else 2)
-        return self.num_layers * layer + vocabulary + self.hidden_size
+        layers = sum(sum(self.layer_parameters(layer)) for layer in range(self.num_layers))
+        return layers + self.vocabulary_parameters * (1 if self.tied else 2) + self.hidden_size
 
     @property
     def num_active_parameters(self) -> int:
@@ -212,12 +330,44 @@ class ModelShape:
         if self.experts is None:
             return self.num_parameters
         unused = 1 - self.experts.top_k / self.experts.num_experts
-        return self.num_parameters - round(self.num_layers * self.expert_layer_parameters * unused)
+        experts = sum(self.layer_parameters(layer).experts for layer in range(self.num_layers))
+        return self.num_parameters - round(experts * unused)
 
     @property
     def kv_values_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        """Keys and values of one token in all layers, as the embedded engine keeps them: both of a key's size."""
+        return 2 * self.num_layers * self.num_kv_heads * self.kernel_dim
+
+    @property
+    def latent_values_per_token(self) -> int:
+        """What vLLM keeps of one token in all layers: latents where the model has them."""
+        if self.latents is None:
+            return self.kv_values_per_token
+        return self.num_layers * (self.latents.kv_rank + self.latents.rope_dim)
+
+
+class LayerParameters(NamedTuple):
+    """Numbers of parameters of one layer: those that tensor-parallel ranks divide, those that every rank of its stage
+    has (norms, what makes latents, and the router of experts), and those of all its experts."""
+
+    divided: int
+    whole: int
+    experts: int
+
+
+def stage_layers(num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each pipeline stage, from 0: as many in each as possible, and fewer at the ends.
+
+    The first stage keeps the most micro-batches and the embedding, the last one computes the logits.
+    """
+    least, left = divmod(num_layers, num_stages)
+    order = [*range(num_stages - 2, 0, -1), num_stages - 1, 0]
+    larger = set(order[:left])
+    first, stages = 0, []
+    for stage in range(num_stages):
+        stages.append(range(first, first + least + (stage in larger)))
+        first = stages[-1].stop
+    return stages
 
 
 def damaged(named: str, key: str, value: object, expected: str) -> ConfigError:
@@ -256,6 +406,46 @@ def _scaled_rope(config: Mapping[str, Any], rope: Mapping[str, Any], named: str)
     return Rope(kind, tuple(sorted(given.items())))
 
 
+def _experts(config: Mapping[str, Any], traits: Family, size: Callable[..., int], named: str) -> Experts | None:
+    if traits.experts is None:
+        return None
+    # A checkpoint saved again by transformers 5 has the last name.
+    first_name = "num_experts" if traits.experts == "qwen" else "n_routed_experts"
+    num_experts, top_k = size(first_name, "num_local_experts"), size("num_experts_per_tok")
+    if top_k > num_experts:
+        raise damaged(named, "num_experts_per_tok", top_k, f"at most its {num_experts} experts")
+    of_qwen = traits.experts == "qwen"
+    experts = Experts(
+        num_experts, top_k, size("moe_intermediate_size"), _flag(named, "norm_topk_prob", config, default=not of_qwen)
+    )
+    if of_qwen:
+        return experts
+    num_dense = config.get("first_k_dense_replace", 3 if traits.has_latents else 1)
+    if type(num_dense) is not int or num_dense < 0:
+        raise damaged(named, "first_k_dense_replace", num_dense, "a number from 0")
+    default_groups = (8, 4) if traits.has_latents else (1, 1)
+    groups, top_groups = (
+        size(key, default=default) for key, default in zip(("n_group", "topk_group"), default_groups, strict=True)
+    )
+    if num_experts % groups or (groups > 1 and num_experts < 2 * groups):
+        raise damaged(named, "n_group", groups, f"groups of at least 2 of n_routed_experts = {num_experts}")
+    if not top_k * groups / num_experts <= top_groups <= groups:
+        raise damaged(named, "topk_group", top_groups, f"enough of n_group = {groups} for {top_k} experts")
+    scale = config.get("routed_scaling_factor", 2.5 if traits.has_latents else 1.0)
+    return replace(
+        experts,
+        grouping=Grouping(groups, top_groups, _positive(named, "routed_scaling_factor", scale)),
+        shared_size=experts.ffn_size * size("n_shared_experts", default=1),
+        num_dense=num_dense,
+    )
+
+
+def _rotary_share(config: Mapping[str, Any], rope: Mapping[str, Any], traits: Family) -> float:
+    if traits.rotary_share is None:
+        return 1.0
+    return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or traits.rotary_share)
+
+
 def _unrotated_layers(config: Mapping[str, Any], num_layers: int, named: str) -> frozenset[int]:
     """Layers without rotary embeddings, from 1: of smollm3 those where `no_rope_layers` has a 0."""
     if config.get("model_type") != "smollm3":
@@ -271,23 +461,31 @@ def _unrotated_layers(config: Mapping[str, Any], num_layers: int, named: str) ->
     return frozenset(layer for layer in range(1, num_layers + 1) if not marks[layer - 1])
 
 
-def _not_held(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
     """What of the config is not held: how it is written there, and what would be held."""
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         yield f"hidden_act {config['hidden_act']!r}", "'silu'"
-    is_biased = config.get("model_type") in BIASED
-    if (has_bias := bool(config.get("attention_bias", is_biased))) != is_biased:
-        yield f"attention_bias {str(has_bias).lower()}", str(is_biased).lower()
-    for name in ("mlp_bias", "attention_out_bias"):
-        if config.get(name):
+    for name in BIAS_KEYS:
+        if config.get(name) and name not in traits.features_of:
             yield f"{name} true", "false"
-    if quantized := config.get("quantization_config"):
+    if (quantized := config.get("quantization_config")) and fp8_block(config) is None:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        yield f"quantization_config of {method!r}", "weights that are not quantized"
+        yield f"quantization_config of {method!r}", "weights that are not quantized, or fp8 with a weight_block_size"
     yield from _of_windows(config)
-    yield from _of_rope(config)
-    if config.get("model_type") == "qwen3_moe":
+    yield from _of_rope(config, traits)
+    if traits.experts == "qwen":
         yield from _of_experts(config)
+    is_renormalized = traits.experts and config.get("norm_topk_prob", traits.experts == "deepseek")
+    if is_renormalized and config.get("num_experts_per_tok") == 1:
+        # The only weight would always be 1, and the router would get no gradient.
+        yield "num_experts_per_tok 1 with norm_topk_prob true", "norm_topk_prob false"
+    if traits.experts == "deepseek":
+        for name, value in DEEPSEEKS.items():
+            if config.get(name, value) != value:
+                yield f"{name} {config[name]!r}", repr(value)
+    heads = config.get("num_attention_heads")
+    if traits.has_latents and config.get("num_key_value_heads", heads) not in (None, heads):
+        yield f"num_key_value_heads {config['num_key_value_heads']}", f"{heads}, as num_attention_heads"
 
 
 def _of_windows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -297,7 +495,8 @@ def _of_windows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if others:
         yield f"layer_types with {others[0]!r}", f"{FULL!r} in every layer"
     family = config.get("model_type")
-    if family == "mistral" and (window := config.get("sliding_window", MISTRALS_WINDOW)) is not None:
+    window = config.get("sliding_window", MISTRALS_WINDOW if family == "mistral" else None)
+    if family in ("mistral", "ministral3") and window is not None:
         yield f"sliding_window {window}", "null"
     # Layers below the last of `max_window_layers` attend to all; other families have the window in every layer.
     first = config.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
@@ -308,19 +507,21 @@ def _of_windows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"use_sliding_window true with sliding_window {config.get('sliding_window', 4096)}", "false"
 
 
-def _of_rope(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    name, rope = _rope(config)
+def _of_rope(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
+    name, rope = _rope(config, traits)
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         yield f"{name} by layer type", "the same in every layer"
         return
     kind = _rope_type(rope)
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
-    if share not in (None, 1):
+    if share not in (None, 1) and (traits.rotary_share is None or not _is_share(share)):
         yield f"partial_rotary_factor {share}", "1.0"
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
         yield f"rope_type {kind!r}", " or ".join(map(repr, ROPE_KINDS))
         return
     needed, possible = ROPE_KINDS[kind]
+    if traits.scales_queries:
+        needed, possible = (*needed, ORIGINAL, QUERY_BETA), (*possible, "max_position_embeddings")
     for key in needed:
         if rope.get(key) is None:
             yield f"{kind} rope scaling without {key}", "a number"
@@ -329,10 +530,25 @@ def _of_rope(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{kind} rope scaling with {key}", "none"
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[str, Any]:
+def _rope(config: Mapping[str, Any], traits: Family) -> tuple[str, Any]:
     """Rotary embeddings as the config has them, and the name that it gives them."""
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    return name, config.get(name) or {}
+    return name, config.get(name) or traits.rope
+
+
+def _is_share(share: object) -> bool:
+    return type(share) in (int, float) and 0 < float(str(share)) <= 1
+
+
+def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in a checkpoint in fp8; None for one that is not in it."""
+    quantized = config.get("quantization_config")
+    if not isinstance(quantized, Mapping) or quantized.get("quant_method") != "fp8":
+        return None
+    block = quantized.get("weight_block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        return None
+    return block[0], block[1]
 
 
 def _rope_type(rope: Mapping[str, Any]) -> object:
@@ -344,6 +560,3 @@ def _of_experts(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"decoder_sparse_step {config['decoder_sparse_step']}", "1, experts in every layer"
     if config.get("mlp_only_layers"):
         yield f"mlp_only_layers {config['mlp_only_layers']}", "[], experts in every layer"
-    if config.get("num_experts_per_tok") == 1 and config.get("norm_topk_prob"):
-        # The only weight would always be 1, and the router would get no gradient.
-        yield "num_experts_per_tok 1 with norm_topk_prob true", "norm_topk_prob false"

@@ -132,10 +132,10 @@ def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) ->
             f"pool.instances is {list(config.pool.instances)} and pool.dns is {config.pool.dns!r}, but this launcher "
             f"starts its own {config.inference.num_instances} instances, which register themselves: remove the keys"
         )
-    if config.run.placement == "shared":
+    if config.run.placement != "separate":
         raise ConfigError(
-            "run.placement is 'shared', but a cluster's launcher places instances on devices of their own: leave the "
-            "key out, or start the run on one host with async-rl run"
+            f"run.placement is {config.run.placement!r}, but a cluster's launcher places instances on devices of their "
+            "own: leave the key out, or start the run on one host with async-rl run"
         )
     if config.trainer.device == "npu" and config.inference.engine == "transformers":
         raise ConfigError(

@@ -56,8 +56,8 @@ RECOMPUTE = ("none", "selective", "full")
 MAX_TENSOR_PARALLEL = 8
 MAX_CPU_INSTANCES = 4
 
-# Of a device that the trainer is on, too.
-VLLM_SHARE_OF_ONE = 0.4
+VLLM_SHARE_OF_ONE = {"shared": 0.4, "turns": 0.8}
+"""Of a device that the trainer is on, too, by placement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,8 @@ def _layouts(seen: Seen, run_dir: str) -> Iterator[list[Choice]]:
     )
     python = [Choice("inference.python", seen.vllm.python, seen.vllm.reason)] if seen.vllm.python else []
     if seen.num_devices == 1:
-        yield [engine, *python, *_on_one_device(engine.value, Path(run_dir).name)]
+        for placement, reason in ONE_DEVICE.items():
+            yield [engine, *python, *_on_one_device(engine.value, Path(run_dir).name, placement, reason)]
         return
     ranks = seen.num_devices // 2
     tensor = 1
@@ -222,13 +223,20 @@ def _layouts(seen: Seen, run_dir: str) -> Iterator[list[Choice]]:
         tensor *= 2
 
 
-def _on_one_device(engine: str, run_name: str) -> Iterator[Choice]:
+ONE_DEVICE = {
+    "shared": "both pools are in the one device's memory at once, and overlap",
+    "turns": "both pools take turns on the one device, which has no room for both at once",
+}
+"""Placements there, the faster one first."""
+
+
+def _on_one_device(engine: str, run_name: str, placement: str, reason: str) -> Iterator[Choice]:
     """Both pools on the same device, and the weights between them in memory."""
-    yield Choice("run.placement", "shared", "both pools on the one device, without taking turns")
+    yield Choice("run.placement", placement, reason)
     yield Choice("publish.transport", "snapshot", "two ends of a broadcast cannot be on one device")
     yield Choice("publish.snapshot_dir", f"/dev/shm/async-rl-{run_name}")
     if engine == "vllm":
-        options = ["--gpu-memory-utilization", str(VLLM_SHARE_OF_ONE)]
+        options = ["--gpu-memory-utilization", str(VLLM_SHARE_OF_ONE[placement])]
         yield Choice("inference.engine_options", options, "what vLLM takes of the device")
 
 

@@ -101,7 +101,7 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
             errors.append(fault.error)
     plan = _tried(errors, lambda: None if elsewhere else make_plan(config_path, config, overrides))
     cluster_plan = None
-    if elsewhere and not (config.pool.instances or config.pool.dns or config.run.placement == "shared"):
+    if elsewhere and not (config.pool.instances or config.pool.dns or config.run.placement != "separate"):
         cluster_plan = _tried(errors, lambda: plan_cluster(config_path, config, overrides))
     forecast = _forecast(config, errors)
     capacity = None

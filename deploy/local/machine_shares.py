@@ -99,11 +99,11 @@ def _share_devices(
 ) -> list[tuple[str, ...]]:
     """Neighbouring devices for every claim, one per worker, the widest first.
 
-    So blocks of 2, 4 or 8 begin at a multiple of their size, within directly connected devices. With `run.placement` =
-    "shared" instances and training ranks are given the same devices.
+    So blocks of 2, 4 or 8 begin at a multiple of their size, within directly connected devices. Unless `run.placement`
+    is "separate", instances and training ranks are given the same devices.
     """
     given: dict[int, tuple[str, ...]] = {}
-    shared = with_trainer and config.run.placement == "shared"
+    shared = with_trainer and config.run.placement != "separate"
     # Instances that share the devices of the ranks begin again at the first one.
     pools = [claims[:-1], claims[-1:]] if shared else [claims]
     needed = max(sum(claim.workers for claim in pool) for pool in pools)
@@ -120,7 +120,7 @@ def _share_devices(
 
 def _too_few(config: Config, machine: Machine, needed: int, with_trainer: bool) -> ConfigError:
     kind, inference, trainer = config.trainer.device, config.inference, config.trainer
-    sign = " for each pool, " if config.run.placement == "shared" else " + "
+    sign = " for each pool, " if config.run.placement != "separate" else " + "
     ranks = f"trainer.num_processes = {trainer.num_local_ranks}{sign}" if with_trainer else ""
     have = f"{len(machine.devices)} ({', '.join(machine.devices)})" if machine.devices else "none"
     remedy = (
@@ -131,7 +131,9 @@ def _too_few(config: Config, machine: Machine, needed: int, with_trainer: bool) 
         tool = "nvidia-smi" if kind == "cuda" else "npu-smi info"
         remedy = f"check `{tool}` and {VISIBLE[kind]}, or set trainer.device to 'cpu'"
     elif len(machine.devices) == 1 and with_trainer:
-        remedy = f"set run.placement to 'shared', for both pools on one device (docs/devices.md), or {remedy}"
+        remedy = (
+            f"set run.placement to 'shared' or 'turns', for both pools on one device (docs/placement.md), or {remedy}"
+        )
     instances = f"inference.num_instances = {inference.num_instances} x "
     instances += f"inference.tensor_parallel = {inference.tensor_parallel}"
     return ConfigError(

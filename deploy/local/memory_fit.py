@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from async_rl.checks.forecast.instance_memory import vllm_device_share
+from async_rl.checks.forecast.instance_memory import PUBLISH, vllm_device_share
 from async_rl.checks.forecast.run_forecast import RunForecast
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
@@ -61,30 +61,58 @@ def find_misfits(config: Config, forecast: RunForecast, capacity: Capacity) -> M
         for name, memory in (("training rank", forecast.rank), ("instance", forecast.instance)):
             if memory.num_bytes > capacity.device_bytes:
                 errors.append(_device_error(f"a {name} needs", memory.num_bytes, capacity.device_bytes))
-        if config.run.placement == "shared" and not errors:
+        if config.inference.engine == "vllm" and not errors:
+            errors += _publish_errors(config, forecast, capacity.device_bytes)
+        if config.run.placement != "separate" and not errors:
             errors += _shared_device_errors(config, forecast, capacity.device_bytes)
     return Misfits(tuple(errors), tuple(warnings))
 
 
+def _publish_errors(config: Config, forecast: RunForecast, device_bytes: int) -> list[ConfigError]:
+    """vLLM's cache fills its share of a device to the end, so what a publish takes has to be beside it."""
+    share = vllm_device_share(config.inference.engine_options)
+    needed = sum(part.num_bytes for part in forecast.instance.phases if part.name == PUBLISH)
+    if needed <= (1 - share) * device_bytes:
+        return []
+    return [
+        ConfigError(
+            f"vLLM takes {share:.0%} of its device of {device_bytes / GIB:.1f} GiB, and a publish needs "
+            f'{needed / GIB:.1f} GiB beside it: add "--gpu-memory-utilization", '
+            f'"{int((1 - needed / device_bytes) * 100) / 100}" or less to inference.engine_options'
+        )
+    ]
+
+
 def _shared_device_errors(config: Config, forecast: RunForecast, device_bytes: int) -> list[ConfigError]:
-    """Of a rank and an instance on one device, as each of them has it for itself in the forecast."""
+    """Of a rank and an instance on one device, as each of them has it for itself in the forecast.
+
+    Where they take turns one of them has left only the base of its process there.
+    """
     rank, instance = forecast.rank.num_bytes, forecast.instance.num_bytes
+    rank_aside, instance_aside = forecast.rank.base_bytes, forecast.instance.base_bytes
+    turns_need = max(rank + instance_aside, rank_aside + instance)
+    takes_turns = config.run.placement == "turns"
+    beside = rank_aside if takes_turns else rank
     if config.inference.engine == "vllm":
         # It fills what it may have, whatever the run needs.
-        share, fits = vllm_device_share(config.inference.engine_options), 1 - rank / device_bytes
-        if share > fits and rank + instance <= device_bytes:
+        share, fits = vllm_device_share(config.inference.engine_options), 1 - beside / device_bytes
+        if share > fits and beside + instance <= device_bytes:
             return [
                 ConfigError(
                     f"vLLM takes {share:.0%} of the device, of which a training rank needs {1 - fits:.0%}: add "
                     f'"--gpu-memory-utilization", "{int(fits * 100) / 100}" or less to inference.engine_options'
                 )
             ]
+    if takes_turns:
+        who = "a training rank and an instance, in turns, need"
+        return [] if turns_need <= device_bytes else [_device_error(who, turns_need, device_bytes)]
     if rank + instance > device_bytes:
-        return [_device_error("a training rank and an instance need", rank + instance, device_bytes)]
+        remedy = f"set run.placement to 'turns', or {REMEDY}" if turns_need <= device_bytes else REMEDY
+        return [_device_error("a training rank and an instance need", rank + instance, device_bytes, remedy)]
     return []
 
 
-def _device_error(who: str, num_bytes: int, device_bytes: int) -> ConfigError:
+def _device_error(who: str, num_bytes: int, device_bytes: int, remedy: str = REMEDY) -> ConfigError:
     return ConfigError(
-        f"{who} about {num_bytes / GIB:.1f} GiB of its device, which has {device_bytes / GIB:.1f} GiB: {REMEDY}"
+        f"{who} about {num_bytes / GIB:.1f} GiB of its device, which has {device_bytes / GIB:.1f} GiB: {remedy}"
     )

@@ -75,7 +75,7 @@ def plan(
         )
     _require_engine_for_device(config)
     shares, trainer_share = share_out(config, machine)
-    instances, urls = _instances(config, shares, ports)
+    instances, urls = _instances(config, shares, ports, asleep=config.run.placement == "turns")
     trainer = _trainer(config_path, config, overrides, urls, trainer_share, program)
     return Plan(instances, trainer, urls, config.pool.fleet_host, config.pool.fleet_port)
 
@@ -89,7 +89,7 @@ def plan_instances(
         ConfigError: the machine lacks the requested resources.
     """
     _require_engine_for_device(config)
-    return _instances(config, share_out(config, machine, with_trainer=False)[0], ports)
+    return _instances(config, share_out(config, machine, with_trainer=False)[0], ports, asleep=False)
 
 
 def describe(plan: Plan) -> str:
@@ -125,16 +125,17 @@ def _require_engine_for_device(config: Config) -> None:
 
 
 def _instances(
-    config: Config, shares: Sequence[Share], ports: Sequence[int]
+    config: Config, shares: Sequence[Share], ports: Sequence[int], *, asleep: bool
 ) -> tuple[tuple[Process, ...], tuple[str, ...]]:
     assert len(ports) == len(shares), f"{len(ports)} ports for {len(shares)} instances"
     processes = tuple(
-        _instance(config, i, port, share) for i, (port, share) in enumerate(zip(ports, shares, strict=True))
+        _instance(config, i, port, share, asleep=asleep)
+        for i, (port, share) in enumerate(zip(ports, shares, strict=True))
     )
     return processes, tuple(f"http://{HOST}:{port}" for port in ports)
 
 
-def _instance(config: Config, index: int, port: int, share: Share) -> Process:
+def _instance(config: Config, index: int, port: int, share: Share, *, asleep: bool) -> Process:
     name = f"instance-{index}"
     options: dict[str, object] = {
         "--engine": config.inference.engine,
@@ -153,6 +154,8 @@ def _instance(config: Config, index: int, port: int, share: Share) -> Process:
         argv += [key, str(value)]
     if config.train.exact:
         argv.append("--exact")
+    if asleep:
+        argv.append("--asleep")
     if config.inference.engine_options:
         argv += ["--", *config.inference.engine_options]
     return _process(config, name, "instance", argv, share)

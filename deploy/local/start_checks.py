@@ -3,6 +3,7 @@
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from async_rl.errors import ConfigError
 from async_rl.shared.net.free_ports import free_ports
 from async_rl.shared.net.listener import listen
 from async_rl.shared.programs.extras import SERVES_WITH, require_extras
+from async_rl.shared.programs.nccl_package import HAS_NCCL, MATCHING, nccl_package
 from deploy.cluster.process import Process
 from deploy.local.machine import this_machine
 from deploy.local.plan import Plan, num_ports, plan
@@ -102,4 +104,17 @@ def require_engine(config: Config, instance: Process) -> None:
         raise ConfigError(
             f"{what} is no Python with async-rl's inference_service: `{shlex.join(argv)}` ended well, but without the "
             f"line {SERVES_WITH + ' ...'!r}; {HOW_TO_GET_VLLM}"
+        )
+    if config.trainer.device == "cuda" and config.publish.transport == "broadcast":
+        _require_equal_nccl(done.stdout, what)
+
+
+def _require_equal_nccl(said: str, what: str) -> None:
+    """Before minutes of loading, after which NCCL would refuse the weight group."""
+    own = nccl_package()
+    others = [line.removeprefix(HAS_NCCL).strip() for line in said.splitlines() if line.startswith(HAS_NCCL)]
+    if own is not None and others and others[0] != own:
+        raise ConfigError(
+            f"{what} has NCCL {others[0]}, and the trainer's {sys.executable} has {own}: NCCL connects equal versions "
+            f"only; install a matching pair, such as {MATCHING}, or set publish.transport = 'snapshot'"
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Annotated, Final
 
-from fastapi import Body, FastAPI, Response
+from fastapi import Body, FastAPI, Query, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from async_rl.shared.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response
@@ -16,7 +16,7 @@ from async_rl.shared.weights.nccl_version import nccl_version
 from inference_service.api import errors, generation_routes
 from inference_service.api.metrics import Metrics
 from inference_service.api.requests import ModelCard, ModelList
-from inference_service.engine_interface import Engine, EngineFault, PauseMode
+from inference_service.engine_interface import Engine, EngineFault, PauseMode, RequestRefused, WakeTag
 from inference_service.identity import Identity, identity_headers, new_boot_id
 from inference_service.term_guard import TermGuard
 
@@ -105,6 +105,22 @@ def _add_pause_routes(app: FastAPI, engine: Engine) -> None:
     @app.get(routes.IS_PAUSED)
     async def is_paused() -> dict[str, bool]:
         return {"is_paused": engine.is_paused}
+
+    @app.post(routes.SLEEP)
+    async def sleep(level: Annotated[int, Query(ge=0, le=2)] = 1, mode: PauseMode = "abort") -> dict[str, str | int]:
+        if mode != "abort":
+            raise RequestRefused(f"mode is {mode!r}: an instance aborts what is running before it sleeps", "mode")
+        await engine.sleep(level)
+        return {"status": "sleeping", "level": level}
+
+    @app.post(routes.WAKE_UP)
+    async def wake_up(tags: Annotated[list[WakeTag], Query()] = []) -> dict[str, str | list[WakeTag] | None]:  # noqa: B006
+        await engine.wake_up(tags)
+        return {"status": "awake", "tags": tags or None}
+
+    @app.get(routes.IS_SLEEPING)
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": engine.is_sleeping or engine.is_paused}
 
 
 def _add_weight_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Listing
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from inference_service.engine.kernels import Kernels, group_rows, length_bias
@@ -32,8 +33,13 @@ def step_attention(
 ) -> tuple[torch.Tensor, None]:
     """Stores the new keys and values and attends; called by every attention layer of the model.
 
-    `query` is [1, H, T, D]; `key` and `value` are [1, K, T, D]. Returns [1, T, H, D].
+    `query` is [1, H, T, D]; `key` and `value` are [1, K, T, D]. Returns [1, T, H, D]. Values may be of another size
+    than keys, and the outputs are then; the store and the kernels have one size, so the shorter ones get zeros behind.
     """
+    size = value.shape[-1]
+    if size != key.shape[-1]:
+        most = max(size, key.shape[-1])
+        query, key, value = (F.pad(x, (0, most - x.shape[-1])) for x in (query, key, value))
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     outputs = []
@@ -46,7 +52,7 @@ def step_attention(
     if parts.num_padding:
         outputs.append(query_THD.new_zeros(parts.num_padding, *query_THD.shape[1:]))
     output_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output_THD.to(query.dtype).unsqueeze(0), None
+    return output_THD[..., :size].to(query.dtype).unsqueeze(0), None
 
 
 def _store(own: Listing[OwnPart], layer: int, key_TKD: torch.Tensor, value_TKD: torch.Tensor) -> None:

@@ -130,6 +130,7 @@ class Batching:
         Only while held.
         """
         assert self._hold, "the loop must stand still while its cache is emptied"
+        self._step.forget()
         self._schedule.restart()
 
     def _run(self) -> None:

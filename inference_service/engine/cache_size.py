@@ -46,8 +46,13 @@ def plan_cache(
     max_concurrency: int,
     max_model_len: int,
     width: Width = int,
+    reserved_bytes: int | None = None,
 ) -> CacheSize:
     """Space for `max_concurrency` responses of full length, or for as many as fit into the memory.
+
+    Args:
+        reserved_bytes: what weights will take of a device that is given up by other programs before; None, everything
+            on it is there already.
 
     Raises:
         ConfigError: not even one response of full length fits.
@@ -55,13 +60,17 @@ def plan_cache(
     num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    if getattr(config, "kv_lora_rank", None):
+        # Latents are kept as each head's keys and values, both of the larger size.
+        head_dim = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     # The CPU's attention computes in float32.
     dtype = torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
     bytes_per_token = 2 * num_kv_heads * head_dim * config.num_hidden_layers * dtype.itemsize
     # Prompt and response, and the response's next place while it moves.
     max_width = width(max_model_len)
     needed = max(CAPACITY_FACTOR * 2 * max_width, 2 * MIN_CAPACITY)
-    affordable = int(MEMORY_SHARE * free_memory_bytes(device) / bytes_per_token)
+    free = free_memory_bytes(device) if reserved_bytes is None else total_memory_bytes(device) - reserved_bytes
+    affordable = int(MEMORY_SHARE * free / bytes_per_token)
     if affordable < needed:
         raise ConfigError(
             f"one response of {max_model_len} tokens needs {needed * bytes_per_token / 2**20:,.0f} MiB of cache, but "
@@ -76,10 +85,17 @@ def plan_cache(
     )
 
 
+def total_memory_bytes(device: torch.device) -> float:
+    """All memory of an accelerator, whoever has it now; of a CPU, what is free."""
+    if device.type == "cpu":
+        return free_memory_bytes(device)
+    return float(torch.get_device_module(device).mem_get_info(device)[1])
+
+
 def free_memory_bytes(device: torch.device) -> float:
     """The memory available now; if the system does not report it (not Linux), all of its memory."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return float(torch.get_device_module(device).mem_get_info(device)[0])
     available = (
         re.search(r"^MemAvailable:\s+(\d+) kB$", MEMINFO.read_text(), re.MULTILINE) if MEMINFO.exists() else None
     )

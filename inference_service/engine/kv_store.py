@@ -165,7 +165,10 @@ class KVStore:
         self.generation += 1
 
     def clear(self) -> None:
-        """Frees all places, and their memory."""
+        """Frees all places, and their memory at once: shelves and places refer to each other."""
+        for shelf in self._shelves.values():
+            shelf.keys.clear()
+            shelf.values.clear()
         self._shelves.clear()
         self.generation += 1
 

@@ -52,8 +52,8 @@ class LoadedModel:
     max_positions: int
 
 
-def load_model(path: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """Loads weights and tokenizer onto `device`.
+def load_model(path: str, device: torch.device, dtype: torch.dtype, *, asleep: bool = False) -> LoadedModel:
+    """Loads weights and tokenizer onto `device`; `asleep`, the model without memory for its weights there.
 
     Raises:
         ConfigError: no such checkpoint, an unusable one, or a kind of attention that this engine does not support.
@@ -78,6 +78,8 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> LoadedMod
         )
     if device.type == "cpu":
         keep_freed_memory()
+    if asleep:
+        _drop_weights(model, device)
     # PreTrainedModel.to returns the model itself, but its annotation hides that.
     torch.nn.Module.to(model, device)
     codec = _load_codec(path)
@@ -87,6 +89,13 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype) -> LoadedMod
         _eos_ids(path, model, codec),
         int(model.config.max_position_embeddings),
     )
+
+
+def _drop_weights(model: torch.nn.Module, device: torch.device) -> None:
+    """Puts the parameters on `device` one after the other, each without its memory."""
+    for parameter in model.parameters():
+        parameter.data = torch.empty_like(parameter, device=device, memory_format=torch.contiguous_format)
+        parameter.untyped_storage().resize_(0)
 
 
 def _load_codec(path: str) -> Codec | None:

@@ -137,6 +137,10 @@ class ModelStep:
             logits = logits[torch.tensor([index[row] for row in rows], device=self._device)]
         return Drawing(runs, logits.float())
 
+    def forget(self) -> None:
+        """Keys and values of earlier steps are not there any more."""
+        self._shared = (None, [])
+
     def _shared_parts(self, decoding: Listing[Run], generation: int) -> list[SharedPart]:
         """The same from step to step, as long as the same runs decode and no segment moved."""
         key = (generation, tuple(decoding))

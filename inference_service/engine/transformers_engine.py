@@ -13,6 +13,8 @@ from collections.abc import Sequence as Listing
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
+import torch
+
 from async_rl.shared.protocol.inference import InitInfo, SamplingParams, UpdateInfo
 from inference_service.engine.batching import Batching
 from inference_service.engine.cache_size import CacheSize
@@ -30,6 +32,7 @@ from inference_service.engine_interface import (
     OutOfService,
     PauseMode,
     RequestRefused,
+    WakeTag,
     check_request,
 )
 from inference_service.weight_transfer.weight_update import Phase, WeightUpdate
@@ -92,13 +95,14 @@ class TransformersEngine:
         self._batching = Batching(
             loaded.model, size, mode, self._waker.note_step, self._post_finished, self._post_failed, kernels
         )
+        self._device = loaded.model.device
         self._update = WeightUpdate(loaded.model)
+        self._paused = self._update.is_sleeping
         self._max_concurrency = size.max_concurrency
         self._control = ThreadPoolExecutor(1, thread_name_prefix="engine-control")
         self._holding = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._owner: dict[Sequence, Request] = {}
-        self._paused = False
         self._num_unnamed_versions = 0
         self._prompt_tokens = 0
         self._finished: Counter[FinishReason] = Counter()
@@ -207,7 +211,7 @@ class TransformersEngine:
         self._require_service()
 
     def _require_service(self) -> None:
-        fault = self.fault
+        fault = self.fault or ("it sleeps, without weights" if self._update.phase is Phase.ASLEEP else None)
         if fault is not None:
             raise OutOfService(fault)
 
@@ -285,7 +289,7 @@ class TransformersEngine:
             if sequence.has_delta:
                 self._waker.ring()
 
-    # Pause and weights
+    # Pause, sleep and weights
 
     async def _block(self, call: Callable[..., T], *args: object) -> T:
         """Runs blocking calls in the control thread, one at a time."""
@@ -311,11 +315,40 @@ class TransformersEngine:
         async with self._holding:
             if self._update.phase is Phase.UPDATING:
                 raise RequestRefused("a weight update is going on: finish it before resuming")
+            if self._update.is_sleeping:
+                raise RequestRefused("the instance sleeps: call /wake_up before resuming")
             self._fail_if_broken()
             self._paused = False
             await self._block(self._batching.release)
             for request in [r for r in self._requests if not r.submitted and not r.done.done()]:
                 self._submit(request)
+
+    @property
+    def is_sleeping(self) -> bool:
+        return self._update.is_sleeping
+
+    async def sleep(self, level: int) -> None:
+        async with self._holding:
+            if self._update.phase is Phase.UPDATING:
+                raise RequestRefused("a weight update is going on: finish it before the instance sleeps")
+            self._paused = True
+            self.abort(None)
+            await self._block(self._batching.hold)
+            if level == 0:
+                return
+            self._batching.empty_caches()
+            await self._block(lambda: self._update.sleep(keeps=level == 1))
+            if self._device.type != "cpu":
+                torch.get_device_module(self._device).empty_cache()
+
+    async def wake_up(self, tags: Listing[WakeTag]) -> None:
+        async with self._holding:
+            # Keys and values get memory as they come, and empty caches need none.
+            if not tags or "weights" in tags:
+                await self._block(self._update.wake)
+            can_serve = self._update.phase is Phase.SERVING and not self._update.is_sleeping
+        if can_serve and tuple(tags) != ("weights",):
+            await self.resume()
 
     async def init_weight_transfer(self, info: InitInfo) -> None:
         try:

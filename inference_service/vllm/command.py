@@ -1,10 +1,13 @@
 """From the options to the command line and environment of vLLM's own server: pure functions, tested without vLLM."""
 
+import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from async_rl.errors import ConfigError
 from inference_service.identity import BOOT_ID_VARIABLE, MAX_CONCURRENCY_VARIABLE
 from inference_service.options import TOKEN_VARIABLE, Options
 from inference_service.vllm.versions import VllmRelease
@@ -21,6 +24,13 @@ WORKER_EXTENSION = "inference_service.vllm.worker.WorkerExtension"
 GUARD = "inference_service.vllm.guard.TokenGuard"
 TERM_GUARD = "inference_service.term_guard.TermGuard"
 IDENTITY = "inference_service.identity.IdentityFromEnvironment"
+
+
+ADDITIONAL_CONFIG = "--additional-config"
+ASCEND_CONFIG: dict[str, Any] = {"weight_nz_mode": 0, "rl_config": {"enabled": True}}
+"""vllm-ascend's settings for RL: no NZ layout, the development routes, no expandable segments, which its sleep mode
+cannot use. Releases up to 0.26 pass over `rl_config` (`vllm_ascend/ascend_config.py`, class RlConfig)."""
+LAST_WITHOUT_RL_CONFIG = (0, 26)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +69,10 @@ def server_command(
         values["--block-size"] = "32"
     if options.max_model_len is not None:
         values["--max-model-len"] = str(options.max_model_len)
-    if options.device == "npu" and "--additional-config" not in options.engine_options:
-        values["--additional-config"] = json.dumps({"weight_nz_mode": 0})
+    engine_options: Sequence[str] = options.engine_options
+    if options.device == "npu":
+        config, engine_options = _ascend_config(engine_options, release)
+        values[ADDITIONAL_CONFIG] = json.dumps(config)
     # A trainer queries health every second, which the access log would record.
     flags = ["--enable-prefix-caching", "--disable-uvicorn-access-log"]
     # Later ones are further out: whoever has no token must not fence the trainer.
@@ -73,10 +85,39 @@ def server_command(
         flags.append("--enable-scale-out")
     if options.device == "cpu":
         flags.append("--enforce-eager")
+    elif options.asleep:
+        flags.append("--enable-sleep-mode")
     words = [word for pair in values.items() for word in pair]
-    argv = (sys.executable, "-m", SERVER_MODULE, *words, *flags, *options.engine_options)
+    argv = (sys.executable, "-m", SERVER_MODULE, *words, *flags, *engine_options)
     identity = {BOOT_ID_VARIABLE: boot_id, MAX_CONCURRENCY_VARIABLE: str(options.max_concurrency)}
     return Command(argv, _defaults(options) | dict(environment) | _necessary(options, environment) | identity)
+
+
+def _ascend_config(engine_options: Sequence[str], release: VllmRelease) -> tuple[dict[str, Any], list[str]]:
+    """vllm-ascend's additional config, with the user's values over ours, and the user's other options.
+
+    `enable_training_consistency` and `enable_batch_invariant` of `rl_config` stay the user's choice: the one needs the
+    package flash_attn_npu_v3, the other a vllm-ascend that was built for it.
+
+    Raises:
+        ConfigError: the user's is no JSON object, or sets an `rl_config` that this release would pass over.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(ADDITIONAL_CONFIG, default="{}")
+    found, others = parser.parse_known_args(engine_options)
+    try:
+        own = json.loads(found.additional_config)
+        asked = own.get("rl_config", {}).keys() - {"enabled"}
+    except (ValueError, AttributeError):
+        raise ConfigError(
+            f"{ADDITIONAL_CONFIG} is {found.additional_config!r}: expected a JSON object, and one for rl_config in it"
+        ) from None
+    if asked and release.number <= LAST_WITHOUT_RL_CONFIG:
+        raise ConfigError(
+            f"{ADDITIONAL_CONFIG} sets rl_config.{min(asked)}, which vllm-ascend {release} passes over: install a "
+            "newer release, or leave rl_config out"
+        )
+    return ASCEND_CONFIG | own | {"rl_config": ASCEND_CONFIG["rl_config"] | own.get("rl_config", {})}, others
 
 
 def _defaults(options: Options) -> dict[str, str]:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
@@ -22,7 +23,8 @@ import httpx
 
 from async_rl.errors import NoAnswer, ProcessFailed
 from async_rl.shared.net.http_client import HttpClient, answers_200
-from async_rl.shared.protocol.routes import HEALTH
+from async_rl.shared.protocol.inference import StartUpdateRequest
+from async_rl.shared.protocol.routes import HEALTH, SLEEP
 from inference_service.address import LEAVE_TIMEOUT_S, registration_of, url_of, warn_if_exposed
 from inference_service.identity import new_boot_id
 from inference_service.options import TOKEN_VARIABLE, Options
@@ -36,6 +38,7 @@ logger = logging.getLogger("inference_service")
 POLL_S = 0.25
 PROBE_TIMEOUT_S = 2.0
 PROBE_INTERVAL_S = 1.0
+SLEEP_TIMEOUT_S = 120.0
 NOTE_INTERVAL_S = 30.0
 """Between two looks for segments of shared memory, once vLLM is ready; it makes nearly all of them before."""
 NUM_LOST = 3
@@ -62,10 +65,35 @@ def serve_vllm(options: Options, listener: socket.socket, environment: Mapping[s
     with Scratch(environment) as scratch:
         environment = {**environment, "TMPDIR": str(scratch.path)}
         command = server_command(options, release, listener.getsockname()[1], environment, boot_id)
-        supervise(command, url_of(listener), registration, scratch)
+        put_to_sleep = partial(_put_to_sleep, url_of(listener), token) if options.asleep else _stay_awake
+        supervise(command, url_of(listener), registration, scratch, put_to_sleep)
 
 
-def supervise(command: Command, url: str, registration: Registration | None, scratch: Scratch) -> None:
+def _put_to_sleep(url: str, token: str | None) -> None:
+    """vLLM measures the device before it takes memory, so it begins awake.
+
+    Raises:
+        ProcessFailed: it refuses.
+    """
+    try:
+        answer = HttpClient(url, SLEEP_TIMEOUT_S, token).post(f"{SLEEP}?level=2", StartUpdateRequest())
+    except NoAnswer as error:
+        raise ProcessFailed(f"vLLM did not go to sleep: {error}") from error
+    if not answer.is_success:
+        raise ProcessFailed(f"vLLM refuses to sleep: {answer.status} {answer.body[:200]!r}")
+
+
+def _stay_awake() -> None:
+    return None
+
+
+def supervise(
+    command: Command,
+    url: str,
+    registration: Registration | None,
+    scratch: Scratch,
+    when_ready: Callable[[], None] = _stay_awake,
+) -> None:
     """Runs a server until its fleet releases it, or a signal raises SystemExit in this thread.
 
     With a fleet the first signal requests the release, while the server continues to serve; the second ends it at once.
@@ -78,6 +106,7 @@ def supervise(command: Command, url: str, registration: Registration | None, scr
     with VllmProcess(command, scratch) as vllm:
         vllm.wait_until(lambda: answers_200(http, HEALTH))
         vllm.watch_engine(http)
+        when_ready()
         logger.info("ready at %s", url)
         if registration is None:
             vllm.wait_until(lambda: False)

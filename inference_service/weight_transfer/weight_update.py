@@ -1,10 +1,12 @@
 """State machine of a weight update in an instance: start, receive any number of streams, finish; or break.
 
 ```
+SERVING --sleep--> ASLEEP --wake--> BROKEN
 SERVING --start--> UPDATING --finish, complete--> SERVING
    ^                  |  \\--finish, nothing received (refused streams change nothing)--> SERVING, an error
    |                  v
-   +---start..finish--BROKEN   a stream broke, or finish found tensors missing: old and new weights are mixed
+   +---start..finish--BROKEN   a stream broke, or finish found tensors missing: old and new weights are mixed;
+                               or they were dropped for a sleep
 ```
 All methods block and are called by the engine's control thread only, while generation is held.
 """
@@ -15,6 +17,7 @@ import torch
 
 from async_rl.errors import AsyncRLError
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.weights.swap import Swap
 from inference_service.engine_interface import EngineFault, RequestRefused
 from inference_service.weight_transfer.receiver import WeightReceiver, check_update, parameter_views, specs_of
 
@@ -23,6 +26,7 @@ class Phase(enum.Enum):
     SERVING = "serving"
     UPDATING = "updating"
     BROKEN = "broken"
+    ASLEEP = "asleep"
 
 
 class WeightUpdate:
@@ -30,11 +34,14 @@ class WeightUpdate:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._views = parameter_views(model)
+        self._swap = Swap(model.parameters())
         self._specs = specs_of(self._views)
         self._receiver = WeightReceiver()
         self._received: set[str] = set()
         self._touched = False
-        self._phase = Phase.SERVING
+        self.is_sleeping = self._swap.is_away
+        """Whether the weights have left the device."""
+        self._phase = Phase.ASLEEP if self.is_sleeping else Phase.SERVING
         self._fault: str | None = None
 
     @property
@@ -50,6 +57,35 @@ class WeightUpdate:
     def fingerprint(self) -> str | None:
         return self._receiver.fingerprint
 
+    def sleep(self, *, keeps: bool) -> None:
+        """Gives the weights' memory back; with `keeps` their values stay on the host until `wake`.
+
+        Raises:
+            RequestRefused: an update is going on.
+        """
+        if self._phase is Phase.UPDATING:
+            raise RequestRefused("a weight update is going on: finish it before the instance sleeps")
+        if keeps and self._phase is Phase.SERVING:
+            self._swap.to_host()
+        else:
+            self._swap.discard()
+            self._phase, self._fault = Phase.ASLEEP, None
+        self.is_sleeping = True
+
+    def wake(self) -> None:
+        """Takes the memory again, if it was given back; weights that were dropped are to be received now.
+
+        Raises:
+            EngineFault: there is no room for them; it sleeps on.
+        """
+        try:
+            self._swap.prefetch()
+        except torch.OutOfMemoryError as error:
+            raise EngineFault(f"there is no room on the device for the weights: {error}") from error
+        self.is_sleeping = False
+        if self._phase is Phase.ASLEEP:
+            self._break("the weights were dropped for a sleep")
+
     def join(self, info: InitInfo) -> None:
         """Joins a trainer's weight group; ends an update that an earlier trainer left unfinished."""
         if self._phase is Phase.UPDATING:
@@ -62,6 +98,8 @@ class WeightUpdate:
     def start(self) -> None:
         if self._phase is Phase.UPDATING:
             raise EngineFault("a weight update is already going on: finish it first")
+        if self.is_sleeping:
+            raise EngineFault("the instance sleeps, without memory for weights: call /wake_up?tags=weights first")
         # A broken instance stays out of service until finish; weights once changed stay marked as changed.
         self._touched = self._phase is Phase.BROKEN
         self._phase = Phase.UPDATING

@@ -6,35 +6,11 @@ import pytest
 
 from tests.support.chat_tokenizer import make_chat_model
 from tests.support.local_run import Run
+from tests.support.rollout_program import use_program
 from tests.support.selected import require_selected
 
 # The first test waits for both runs.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
-
-PROGRAM = '''
-import asyncio
-import random
-
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-
-
-async def rollout(prompt, policy):
-    """One to three turns with a tool's answers between them; half of the rollouts then change their first message.
-
-    The rollouts of every third prompt have the same reward, those of all others have different ones; no two runs have
-    the same order of them.
-    """
-    messages = list(prompt.messages)
-    num_vowels = 0
-    for number in range(1 + prompt.seed % 3):
-        turn = await policy.generate(messages, tools=TOOLS, max_tokens=12)
-        num_vowels += sum(letter in "aeiou" for letter in turn.text)
-        messages += [turn.message, {"role": "tool", "content": f"result {number}", "tool_call_id": f"call {number}"}]
-        await asyncio.sleep(random.uniform(0, 0.1))
-    if prompt.seed % 2:
-        await policy.generate([{"role": "user", "content": "another question"}, *messages[1:]], max_tokens=8)
-    return 0.0 if int(prompt.prompt_id) % 3 == 0 else num_vowels / 10 + prompt.seed % 9973 / 1e6
-'''
 
 EVALUATION = """
 [evaluation]
@@ -62,17 +38,12 @@ SETTINGS = (
 def make_run(new_run: Callable[..., Run], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     shared = tmp_path_factory.mktemp("programs")
     model = make_chat_model(shared / "chat")
-    (shared / "program.py").write_text(PROGRAM)
 
     def make(name: str) -> Run:
         run = new_run(name)
-        before = run.config.read_text()
-        lines = [line for line in before.splitlines() if not line.startswith(("path =", "chat_template", "name ="))]
-        text = "\n".join(lines).replace("[model]", f'[model]\npath = "{model}"')
-        text = text.replace("max_response_tokens = 24", "max_response_tokens = 64").replace(
-            "[reward]", f'program = "python:{shared / "program.py"}:rollout"\nrenderer = "qwen3"\n[reward]'
-        )
-        run.config.write_text(text + EVALUATION.format(source=run.config.with_name("rows.jsonl")))
+        use_program(run, model, shared)
+        with run.config.open("a") as config:
+            config.write(EVALUATION.format(source=run.config.with_name("rows.jsonl")))
         return run
 
     return make

@@ -1,12 +1,7 @@
 """`async-rl verify` on real parts: a sound set-up holds in every check, and each broken instance is named."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -16,31 +11,13 @@ from tests.support.local_run import Run, command_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-TIME_LIMIT_S = 840.0
-"""A minute on two idle cores."""
-
-
-def verify(run: Run, *words: str) -> tuple[int, dict[str, Any], str]:
-    """The exit code, `verify.json`, and what was printed."""
-    out = run.dir.with_name("verified")
-    done = subprocess.run(
-        [sys.executable, "-m", "deploy.verify", str(run.config), "--out", str(out), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIME_LIMIT_S,
-    )
-    report = out / "verify.json"
-    return done.returncode, json.loads(report.read_text()) if report.exists() else {}, done.stdout + done.stderr
-
 
 def test_a_sound_set_up_holds_in_every_check_and_leaves_no_process(
     tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
     run = Run(tmp_path, tiny_model("qwen3", tied=True))
     # Two instances share 24 groups: each has the tokens that a judgement needs.
-    code, report, said = verify(run, "--prompts.prompts_per_batch=24", "--train.order=prompt")
+    code, report, said = run.verify("--prompts.prompts_per_batch=24", "--train.order=prompt")
     assert code == 0 and report["holds"], said
     outcomes = {(f["check"], f["subject"]): f["outcome"] for f in report["findings"]}
     assert set(outcomes.values()) == {"holds"}, said
@@ -69,8 +46,7 @@ def test_each_broken_instance_is_named_by_its_fault_also_by_two_replicas(
 ) -> None:
     run = Run(tmp_path, tiny_model("qwen3", tied=True))
     python = broken_python(tmp_path / "broken", list(EXPECTED))
-    code, report, said = verify(
-        run,
+    code, report, said = run.verify(
         *("--quick", "--iterations=1", f"--inference.python={python}", f"--inference.num_instances={len(EXPECTED)}"),
         *("--prompts.prompts_per_batch=40", "--rollout.responses_per_prompt=5", "--trainer.num_processes=2"),
     )

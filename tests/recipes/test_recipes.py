@@ -42,7 +42,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def num_devices(config: Config, *, trains: bool) -> int:
     ranks = config.trainer.num_local_ranks * config.cluster.training_nodes if trains else 0
     workers = config.inference.num_instances * config.inference.tensor_parallel
-    return max(ranks, workers) if config.run.placement == "shared" else ranks + workers
+    return max(ranks, workers) if config.run.placement != "separate" else ranks + workers
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -83,7 +83,7 @@ def test_a_recipe_can_be_planned_on_the_devices_that_it_names(path: Path) -> Non
         assert len(plan_instances(config, machine=machine, ports=ports)[1]) == config.inference.num_instances
     elif config.cluster.training_nodes == 1:
         assert plan(path, config, (), machine=machine, ports=ports).urls
-    if config.run.placement == "shared":
+    if config.run.placement != "separate":
         with pytest.raises(ConfigError, match="a cluster's launcher places instances on devices of their own"):
             plan_cluster(path, config, ())
     elif trains and not on_cpu:

@@ -19,6 +19,9 @@ from async_rl.rollouts.fleet.endpoint import FleetClient
 from async_rl.shared.protocol.fleet import InstanceInfo, read_address
 from tests.support.warm.interpreter import NAME as WARM_INTERPRETER
 
+VERIFICATION_S = 840.0
+"""A minute on two idle cores."""
+
 REWARD = '''
 def vowels(prompt, responses, row):
     """Share of vowels: something a few steps can raise."""
@@ -153,14 +156,31 @@ class Run:
         self._num_let = 0
 
     def start(self, *overrides: str) -> None:
-        environment = {**(self.environment or os.environ), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "deploy.local.run", str(self.config), *overrides],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=self._variables,
             )
+
+    def verify(self, *words: str) -> tuple[int, dict[str, Any], str]:
+        """`async-rl verify` of its config, to the end: the exit code, `verify.json`, and what was printed."""
+        out = self.dir.with_name("verified")
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.verify", str(self.config), "--out", str(out), *words],
+            env=self._variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=VERIFICATION_S,
+        )
+        report = out / "verify.json"
+        return done.returncode, json.loads(report.read_text()) if report.exists() else {}, done.stdout + done.stderr
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {**(self.environment or os.environ), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     def send(self, number: signal.Signals) -> None:
         """To the launcher."""

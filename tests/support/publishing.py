@@ -96,6 +96,7 @@ class Publishing:
         source: WeightSource | None = None,
         through: Sender | None = None,
         probes: bool = True,
+        takes_turns: bool = False,
         **options: Any,
     ) -> tuple[StreamPublisher, InferencePool]:
         """`options` are settings of the pool or publish section; late joiners are admitted if the options allow it.
@@ -108,7 +109,7 @@ class Publishing:
         pool = InferencePool(PoolSection(instances=urls, fleet_port=1, timeout_s=20.0, **of_pool))
         settings = {"timeout_s": 10.0} | of_publish
         config = PublishSection(snapshot_dir=snapshot_dir, **settings)
-        admission = Admission(config)
+        admission = Admission(config, takes_turns=takes_turns)
         admission.canary = canary
         pool.late_joiners.admit = admission.admit
         probe = Probe(config, RolloutSection(max_response_tokens=4), PROMPT) if probes else None
@@ -129,6 +130,7 @@ class Publishing:
             admission=admission,
             probe=probe,
             canary=canary,
+            takes_turns=takes_turns,
         )
         self._closing += [sender.close, lambda: self._loop.run(pool.close())]
         return publisher, pool

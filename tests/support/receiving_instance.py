@@ -33,6 +33,7 @@ class ReceivingInstance(Instance):
         self.sums: list[float] = []
         self.paused = False
         self.updating = False
+        self.asleep: set[str] = set()
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -41,6 +42,8 @@ class ReceivingInstance(Instance):
             web.get("/sums", self.get_sums),
             web.post("/pause", self.pause),
             web.post("/resume", self.resume),
+            web.post("/sleep", self.sleep),
+            web.post("/wake_up", self.wake_up),
             web.post("/init_weight_transfer_engine", self.init_weight_transfer),
             web.post("/start_weight_update", self.start),
             web.post("/update_weights", self.update),
@@ -68,7 +71,22 @@ class ReceivingInstance(Instance):
         return web.json_response({})
 
     async def resume(self, request: web.Request) -> web.Response:
+        if self.asleep:
+            return refusal(500, f"it sleeps: {self.asleep}")
         self.paused = False
+        return web.json_response({})
+
+    async def sleep(self, request: web.Request) -> web.Response:
+        if refused := await self.fate("sleep"):
+            return refused
+        self.asleep, self.paused = {"weights", "kv_cache"}, True
+        return web.json_response({})
+
+    async def wake_up(self, request: web.Request) -> web.Response:
+        tag = request.query["tags"]
+        if refused := await self.fate(f"wake {tag}"):
+            return refused
+        self.asleep.discard(tag)
         return web.json_response({})
 
     async def init_weight_transfer(self, request: web.Request) -> web.Response:
@@ -93,8 +111,8 @@ class ReceivingInstance(Instance):
     async def start(self, request: web.Request) -> web.Response:
         if refused := await self.fate("start"):
             return refused
-        if self.updating or not self.paused:
-            return refusal(500, "an update is active, or it is not paused")
+        if self.updating or not self.paused or "weights" in self.asleep:
+            return refusal(500, "an update is active, or it is not paused, or it sleeps")
         self.updating = True
         return web.json_response({})
 

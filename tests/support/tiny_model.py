@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
     GenerationConfig,
+    Glm4MoeConfig,
+    GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
@@ -22,6 +26,48 @@ from transformers import (
 from benchmarks.common.random_model import random_model
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+SCALED_QUERIES = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 0.7,
+}
+LATENTS = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    },
+}
+DEEPSEEKS_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "qwen3": (Qwen3Config, {"head_dim": 16}),
     "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 16, **EXPERTS}),
@@ -30,6 +76,20 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "mistral": (MistralConfig, {"head_dim": 16, "sliding_window": None}),
     "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2}),
     "seed_oss": (SeedOssConfig, {"head_dim": 16}),
+    "ministral3": (Ministral3Config, {"head_dim": 16, "rope_parameters": SCALED_QUERIES}),
+    "deepseek_v3": (DeepseekV3Config, {**LATENTS, **DEEPSEEKS_EXPERTS}),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        {
+            **DEEPSEEKS_EXPERTS,
+            "head_dim": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "granite": (GraniteConfig, {"attention_bias": True, "mlp_bias": True, **MULTIPLIERS}),
 }
 CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\"+-*/=()\n"
 MODEL_SIZE: dict[str, Any] = {
@@ -61,8 +121,13 @@ def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 
     """Saves a random float32 checkpoint of `family`, one of `FAMILIES`, with its tokenizer; returns `path`."""
     settings = {**MODEL_SIZE, **size, "tie_word_embeddings": tied}
     config_class, own = FAMILIES[family]
+    if "kv_lora_rank" in own:
+        settings["num_key_value_heads"] = settings["num_attention_heads"]
     model = random_model(config_class(**{**own, **settings}), seed)
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
         for name, parameter in model.named_parameters():
             # Default initialisation leaves norms at 1 and biases at 0, which would hide an error in either.
             if name.endswith(("norm.weight", "bias")) or "layernorm" in name:

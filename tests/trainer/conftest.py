@@ -161,10 +161,23 @@ def grpo_in_transformers() -> Callable[..., Expected]:
                 loss = loss + (rollout / length if normalize == "sequence" else rollout)
                 count += 1 if normalize == "sequence" else length
         (loss / count).backward()
-        gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+        gradients = dict(by_checkpoint_name({n: p.grad for n, p in policy.named_parameters() if p.grad is not None}))
         return Expected(all_logprobs, float(loss.detach() / count), sum(entropies) / len(entropies), gradients)
 
     return run
+
+
+def by_checkpoint_name(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each expert's matrices by themselves, which transformers has in one tensor."""
+    for name, tensor in tensors.items():
+        layer, _, kind = name.partition(".experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+        if parts is None:
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor):
+            for part, matrix in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{layer}.experts.{number}.{part}.weight", matrix
 
 
 @pytest.fixture(scope="session")

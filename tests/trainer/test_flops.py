@@ -38,4 +38,7 @@ def test_of_experts_those_count_that_a_token_uses(tiny_model: Callable[..., Path
 def test_the_peak_is_that_of_the_device_by_name() -> None:
     assert peak_of_name("NVIDIA H100 80GB HBM3") == 989e12 and peak_of_name("NVIDIA H100 PCIe") == 756e12
     assert peak_of_name("NVIDIA H100 NVL") == peak_of_name("NVIDIA H200 NVL") == 835e12
-    assert peak_of_name("NVIDIA GeForce GTX 1080") is None
+    assert (peak_of_name("NVIDIA B200"), peak_of_name("NVIDIA GB200")) == (2250e12, 2500e12)
+    assert peak_of_name("Ascend910B2C") == peak_of_name("Ascend910_9392") == 376e12
+    assert peak_of_name("Ascend910B3") == 313e12
+    assert all(peak_of_name(name) is None for name in ("NVIDIA GeForce GTX 1080", "Ascend910B4", "Ascend910_9372"))

@@ -111,6 +111,20 @@ def test_a_packed_micro_batch_is_uploaded_in_one_copy_and_its_advantages_in_anot
     assert all("host_copies.py" in upload for upload in traffic.uploads)
 
 
+def test_a_window_without_experts_sorts_nothing(
+    tiny_model: Callable[..., Path],
+    make_trainer: MakeTrainer,
+    ragged_groups: list[Group],
+    traffic: HostTraffic,
+    device: Watched,
+) -> None:
+    """On a device `index_put` with accumulation sorts its indices, and so does the gradient of indexing by a tensor."""
+    trainer = make_trainer(tiny_model("qwen3"), device=device, kl_coef=0.1)
+    watch(traffic, trainer, lambda: trainer.accumulate([ragged_groups]))
+    assert "aten.scatter_add_.default" in traffic.kernels
+    assert not [kernel for kernel in traffic.kernels if "index_put" in kernel or "sort" in kernel]
+
+
 def test_scoring_waits_once_and_computes_no_entropy(
     tiny_model: Callable[..., Path],
     make_trainer: MakeTrainer,

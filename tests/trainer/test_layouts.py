@@ -31,8 +31,10 @@ from tests.support.trainer.layout_matrix import (
     accepted_placements,
     cases,
     cover_of,
+    deepseek_cases,
     in_bfloat16,
     placements,
+    ragged_cases,
     with_frozen_models,
 )
 from trainer.batching.group_slice import slices_of, split_slice
@@ -129,6 +131,25 @@ def one_rank(tiny_model: Callable[..., Path], parallel: Parallel, ragged_groups:
 @pytest.mark.timeout(650)
 def test_every_kind_and_setting_of_two_ranks_trains_what_one_rank_trains(one_rank: OneRank, tmp_path: Path) -> None:
     compare(cover_of(with_frozen_models(cases(2)), strength=1), one_rank, tmp_path, timeout_s=300)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(650)
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
+def test_ranks_that_share_key_heads_and_unequal_stages_train_what_one_rank_trains(
+    num_ranks: int, one_rank: OneRank, tmp_path: Path
+) -> None:
+    compare(cover_of(ragged_cases(num_ranks), strength=1), one_rank, tmp_path, timeout_s=600)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(650)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_latents_and_deepseeks_experts_train_what_one_rank_trains(
+    num_ranks: int, one_rank: OneRank, tmp_path: Path
+) -> None:
+    """Among them the gradient of the rotated part of the key, which all ranks' heads share."""
+    compare(cover_of(deepseek_cases(num_ranks), strength=1), one_rank, tmp_path, timeout_s=600)
 
 
 @pytest.mark.nightly

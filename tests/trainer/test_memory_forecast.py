@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.checks.forecast import instance_memory, training_memory
+from async_rl.checks.forecast import instance_memory, memory, training_memory
 from async_rl.checks.forecast.instance_memory import store_tokens
 from async_rl.checks.forecast.training_memory import (
     Shares,
@@ -22,6 +22,7 @@ from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.method.types import Group
 from async_rl.shared.model_shape import ModelShape
+from async_rl.shared.weights import stream
 from inference_service.engine import cache_size, kv_store
 from inference_service.engine.kv_store import KVStore
 from tests.support.minimal_config import minimal_tree
@@ -48,9 +49,8 @@ def parameters_of_rank(model: Path, layout: Layout, stage: int, ep_rank: int) ->
     count = 0
     for entry in (*weight_map(shape, layout), *([head] if head else [])):
         if entry.stage == stage and entry.ep_rank in (None, ep_rank):
-            for whole in entry.hf_shapes.values():
-                part = torch.empty(whole, device="meta")[entry.shard(whole, 0, layout.tp_size)]
-                count += part.numel()
+            for whole, shard in zip(entry.hf_shapes.values(), entry.shards(0, layout.tp_size), strict=True):
+                count += torch.empty(whole, device="meta")[shard].numel()
     return count
 
 
@@ -154,6 +154,29 @@ def test_a_micro_batch_has_no_more_rows_than_a_step() -> None:
     assert micro_batch_rows(config_with(**batch)) == 4096, "how long its turns are is not known"
 
 
+def test_a_rank_on_a_device_counts_groups_messages_workspace_and_fragmentation() -> None:
+    sizes = ModelShape("qwen3", 4, 2048, 6144, 16, 8, 128, 151_936, 1e-6, 1e6, None, tied=True)
+
+    def parts(num_ranks: int, **sections: dict[str, Any]) -> dict[str, int]:
+        config = config_with(model={"dtype": "bfloat16"}, **sections)
+        forecast = training_memory.rank_memory(config, sizes, num_ranks, None, None)
+        return {part.name: part.num_bytes for part in (*forecast.resident, *forecast.phases)}
+
+    on_cpu, alone, of_two = parts(1), parts(1, trainer={"device": "cuda"}), parts(2, trainer={"device": "cuda"})
+    assert not {"communicators", "fragmentation"} & on_cpu.keys()
+    # That of the weights, that of all ranks, and that of the replicas.
+    assert of_two["communicators"] == 3 * alone["communicators"] == 3 * memory.COMMUNICATOR_BYTES["cuda"]
+    # The embedding is a message of its own, and another one is packed meanwhile.
+    head = 151_936 * 2048 * 2
+    assert alone["publish"] == on_cpu["publish"] + head + memory.MESSAGE_BYTES + memory.FINGERPRINT_BYTES
+    in_all = {name: size for name, size in alone.items() if name not in ("fragmentation", "optimizer step", "publish")}
+    assert alone["fragmentation"] == pytest.approx(0.05 * sum(in_all.values()), abs=1)
+    prompts = {"prompts": {"max_prompt_tokens": 96}, "rollout": {"responses_per_prompt": 8, "max_response_tokens": 117}}
+    two_groups = config_with(model={"dtype": "bfloat16"}, trainer={"micro_batch_tokens": 2048}, **prompts)
+    sums, of_keys_and_values = (2048 + 128 * 2 * 9) * 2048 * 4, 2 * 2048 * 2048 * 2
+    assert training_memory.attention_workspace_bytes(sizes, ONE_RANK, two_groups) == sums + of_keys_and_values
+
+
 @pytest.mark.parametrize(("prompt", "response", "batch"), [(64, 57, 4), (100, 300, 6), (1, 1, 1), (70, 64, 9)])
 def test_the_store_has_the_forecast_room_when_all_responses_are_whole(prompt: int, response: int, batch: int) -> None:
     config = config_with(
@@ -175,5 +198,6 @@ def test_the_store_has_the_forecast_room_when_all_responses_are_whole(prompt: in
 def test_constants_that_the_forecast_repeats_are_those_of_trainer_and_engine() -> None:
     assert training_memory.CHUNK_BYTES == logprobs.CHUNK_BYTES
     assert training_memory.PARCEL_BYTES == weight_export.PARCEL_BYTES
+    assert memory.MESSAGE_BYTES == stream.DEVICE_BUCKET_BYTES
     assert instance_memory.PREFILL_TOKENS == cache_size.PREFILL_TOKENS
     assert (instance_memory.MIN_CAPACITY, instance_memory.GROWTH) == (kv_store.MIN_CAPACITY, kv_store.GROWTH)

@@ -53,6 +53,22 @@ def test_a_run_with_vllm_is_on_policy_and_its_log_probs_are_the_trainers(run: Ru
     assert all(proof == proof | expected for proof in run.lines("ledger.jsonl"))
 
 
+def test_vllm_sleeps_while_the_trainer_trains(run: Run, vllm_python: str) -> None:
+    """On a CPU its sleep only pauses; the calls, their order and the state of its scheduler are a device's."""
+    snapshots = ("--publish.transport", "snapshot", "--publish.snapshot_dir", str(run.dir.parent / "snapshots"))
+    run.start(
+        *("--inference.engine", "vllm", "--inference.python", vllm_python, "--run.placement", "turns", *snapshots),
+        *("--prompts.max_prompt_tokens", str(PROMPT_TOKENS), "--prompts.prompts_per_batch", str(NUM_PROMPTS)),
+        *("--rollout.responses_per_prompt", str(NUM_RESPONSES)),
+    )
+    assert run.finish(FINISH_TIMEOUT_S) == 0, run.everything_said()
+    require_proofs(run)
+    groups = run.lines("timeline.jsonl")
+    for iteration in range(3):
+        own = [group for group in groups if group["iteration"] == iteration]
+        assert max(group["finished_s"] for group in own) <= min(group["train_started_s"] for group in own)
+
+
 FAMILIES = {
     "qwen3_moe": {"moe_intermediate_size": 64},
     "qwen2": {"hidden_size": 128},

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -23,7 +24,7 @@ class SharedPromptParams(PackedSeqParams):
     """Passes the segments through Megatron's layers to the core attention.
 
     The rotary angles are included, by position: Megatron's own would number the rows, or restart at 0 in every segment.
-    Layers in `unrotated_layers`, by Megatron's numbers from 1, do without.
+    Layers in `unrotated_layers`, by Megatron's numbers from 1, do without. `query_scale_T11` multiplies the queries.
     The format stays "sbhd", for which Megatron does not rearrange the rows.
     """
 
@@ -34,6 +35,7 @@ class SharedPromptParams(PackedSeqParams):
     kernel: AttentionKernel | None
     cache: PromptCache | None = None
     unrotated_layers: frozenset[int] = frozenset()
+    query_scale_T11: torch.Tensor | None = None
     qkv_format: str = "sbhd"
 
 
@@ -41,11 +43,22 @@ class SharedPromptAttention(torch.nn.Module):
     """Scaled dot-product attention of the shared-prompt layout, in place of Megatron's own."""
 
     def __init__(
-        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        *,
+        rotates: bool = True,
+        **_: Any,
     ) -> None:
-        """Accepts the arguments of Megatron's layers; mask type and process groups are ignored."""
+        """Accepts the arguments of Megatron's layers; mask type and process groups are ignored.
+
+        Args:
+            rotates: without it, queries and keys are rotated where they come from.
+        """
         super().__init__()
         self._layer_number = layer_number
+        self._rotates = rotates
         self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -58,16 +71,35 @@ class SharedPromptAttention(torch.nn.Module):
         packed_seq_params: SharedPromptParams,
         **_: Any,
     ) -> torch.Tensor:
-        """Attention output, [T, 1, H * D]. The segments define which rows attend to which; `attention_mask` is None."""
+        """Attention output, [T, 1, H * D]. The segments define which rows attend to which; `attention_mask` is None.
+
+        Values may be of another size than keys, and the output is then; the kernels take one size.
+        """
         params = packed_seq_params
         query_THD, key_SKD, value_SKD = query_T1HD[:, 0], key_T1KD[:, 0], value_T1KD[:, 0]
-        if self._layer_number not in params.unrotated_layers:
-            query_THD, key_SKD = (
-                params.ops.rotary(rows, params.cos_T1D, params.sin_T1D) for rows in (query_THD, key_SKD)
-            )
+        if self._rotates and self._layer_number not in params.unrotated_layers:
+            query_THD, key_SKD = (_rotated(rows, params) for rows in (query_THD, key_SKD))
+        if params.query_scale_T11 is not None:
+            query_THD = query_THD * params.query_scale_T11
         if params.cache is not None:
             key_SKD, value_SKD = params.cache.extend(self._layer_number, key_SKD, value_SKD)
+        size = value_SKD.shape[-1]
+        if size != key_SKD.shape[-1]:
+            query_THD, key_SKD, value_SKD = _of_one_size(query_THD, key_SKD, value_SKD)
         out_THD = shared_prompt_attention(
             query_THD, key_SKD, value_SKD, params.segments, self._scale, params.kernel, params.ops.merge
         )
-        return out_THD.flatten(1)[:, None]
+        return out_THD[..., :size].flatten(1)[:, None]
+
+
+def _of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """With zeros behind, which change neither the products of queries and keys nor the values before them."""
+    size = max(tensor.shape[-1] for tensor in tensors)
+    return [F.pad(tensor, (0, size - tensor.shape[-1])) for tensor in tensors]
+
+
+def _rotated(x_THD: torch.Tensor, params: SharedPromptParams) -> torch.Tensor:
+    """The first dimensions, as many as there are angles, rotated."""
+    size = params.cos_T1D.shape[-1]
+    rotated = params.ops.rotary(x_THD[..., :size], params.cos_T1D, params.sin_T1D)
+    return rotated if size == x_THD.shape[-1] else torch.cat([rotated, x_THD[..., size:]], -1)

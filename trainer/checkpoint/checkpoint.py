@@ -83,33 +83,42 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._tensors: list[ShardedTensor] | None = None
+        """This rank's, as views, which stay valid while the memory of what they view has left the device."""
 
-    def save(
+    def find_tensors(
         self,
-        iteration: int,
         policy: DistributedDataParallel,
         optimizer: PolicyOptimizer,
         old: FrozenModel | None,
         critic: Critic | None = None,
     ) -> None:
+        """What `save` saves, while it is on the device; all ranks call it.
+
+        Args:
+            old: the old policy, if its weights are kept for longer than an iteration.
+        """
+        self._tensors = optimizer_tensors(policy.module, optimizer.parameter_states())
+        if old is not None:
+            with old.resident() as model:
+                self._tensors += model_tensors(model, OLD)
+        if critic is not None:
+            self._tensors += optimizer_tensors(critic.value_model, critic.optimizer.parameter_states(), CRITIC)
+
+    def save(self, iteration: int, optimizer: PolicyOptimizer) -> None:
         """Copies everything to host memory and starts writing it; returns before it is written.
 
-        Waits for the previous save, so that there is never more than one copy. All ranks call it.
+        Waits for the previous save, so that there is never more than one copy. All ranks call it, after `find_tensors`.
 
         Args:
             iteration: the next iteration to train.
-            old: the old policy, if its weights are kept for longer than an iteration.
 
         Raises:
             Exception: the failure of the previous save.
         """
         self.wait()
-        tensors = snapshot(optimizer_tensors(policy.module, optimizer.parameter_states()))
-        if old is not None:
-            with old.resident() as model:
-                tensors += snapshot(model_tensors(model, OLD))
-        if critic is not None:
-            tensors += snapshot(optimizer_tensors(critic.value_model, critic.optimizer.parameter_states(), CRITIC))
+        assert self._tensors is not None, "nothing was found to be saved"
+        tensors = snapshot(self._tensors)
         content = {
             "iteration": iteration,
             "num_steps": optimizer.counts.taken,

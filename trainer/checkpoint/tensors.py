@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 
+from async_rl.shared.weights.swap import on_host
 from trainer.model.gpt import SharedPromptGPT
 from trainer.policy.optimizer_state import ParameterState
 
@@ -68,7 +69,7 @@ def optimizer_tensors(
 def snapshot(tensors: Iterable[ShardedTensor]) -> list[ShardedTensor]:
     """Copies in host memory of the tensors that this rank writes; each element of the model once."""
     return [
-        replace(tensor, data=tensor.data.detach().to("cpu", copy=True))
+        replace(tensor, data=on_host(tensor.data.detach()).to("cpu", copy=True))
         for tensor in tensors
         if is_main_replica(tensor.replica_id)
     ]
@@ -114,10 +115,13 @@ def _within_row(
 def _pieces(model: SharedPromptGPT) -> dict[int, list[_Piece]]:
     """id(parameter) -> the checkpoint's tensors of which it holds a part."""
     found: dict[int, list[_Piece]] = {}
+    parameters = set(map(id, model.parameters()))
     for entry in model.sharded_state_dict(metadata=dict(_NAMES)).values():
         if isinstance(entry, ShardedObject):  # Megatron's slot for fp8 scales, empty here.
             continue
         parameter = entry.data
+        if id(parameter) not in parameters:  # Constants of the model that was loaded.
+            continue
         built = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
         pieces = [_piece(parameter, sharded) for sharded in built]
         assert sum(piece.sharded.data.numel() for piece in pieces) == parameter.numel(), f"{entry.key} has gaps"

@@ -7,15 +7,18 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from async_rl.checks.preflight.model import CHECKPOINT_FILES
 from async_rl.shared.files import replace_directory, write_failed
 from async_rl.shared.weights.stream import buckets
 from trainer.hf.weight_export import WeightExport
+from trainer.hf.weight_map import constants
 from trainer.hf.weights import INDEX_FILE, SINGLE_FILE
 from trainer.model.gpt import SharedPromptGPT
+
+PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 MAX_SHARD_BYTES = 4 * 2**30
 
@@ -59,21 +62,36 @@ def _write_files(export: WeightExport, source: Path, directory: Path, max_shard_
                 target = directory / file.relative_to(source)
                 target.parent.mkdir(exist_ok=True)
                 shutil.copyfile(file, target)
-    dtype_name = _save_weights(export, directory, max_shard_bytes)
+    dtype_name = _save_weights(export, _constants(export, source), directory, max_shard_bytes)
     config = json.loads((directory / "config.json").read_text())
-    config.pop("torch_dtype", None)
+    for key in ("torch_dtype", "quantization_config"):
+        config.pop(key, None)
+    # Layers for multi-token prediction were not loaded.
+    config |= {key: 0 for key in PREDICTORS if config.get(key)}
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype_name}, indent=2) + "\n")
 
 
-def _save_weights(export: WeightExport, directory: Path, max_shard_bytes: int) -> str:
-    """Writes one safetensors file, or several and their index; at most one shard is copied at a time."""
+def _constants(export: WeightExport, source: Path) -> dict[str, torch.Tensor]:
+    """What training does not change, which is not in the stream of weights."""
+    names = {name for entry in constants(export.shape) for name in entry.hf_shapes}
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")) if names else ():
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys() if name in names}  # noqa: SIM118
+    return found
+
+
+def _save_weights(export: WeightExport, kept: dict[str, torch.Tensor], directory: Path, max_shard_bytes: int) -> str:
+    """Writes one safetensors file, or several and their index, with those of `kept` in the first; at most one shard is
+    copied at a time."""
     specs = export.specs
     shards = list(buckets(specs, max_shard_bytes))
     files: dict[str, str] = {}
     with closing(export.stream()) as stream:
         for number, shard in enumerate(shards, start=1):
             file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            tensors: dict[str, torch.Tensor] = {}
+            tensors = kept if number == 1 else {}
+            files |= dict.fromkeys(tensors, file)
             for _ in shard:
                 spec, tensor = next(stream)
                 # safetensors refuses tensors that share memory, such as parts of one fused parameter.
@@ -81,7 +99,8 @@ def _save_weights(export: WeightExport, directory: Path, max_shard_bytes: int) -
                 files[spec.name] = file
             save_tensors(tensors, directory / file, {"format": "pt"})
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(spec.num_bytes for spec in specs)}, "weight_map": files}
+        size = sum(spec.num_bytes for spec in specs) + sum(tensor.nbytes for tensor in kept.values())
+        index = {"metadata": {"total_size": size}, "weight_map": files}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return specs[0].dtype_name
 

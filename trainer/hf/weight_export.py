@@ -38,6 +38,7 @@ class WeightExport:
     """
 
     def __init__(self, model: SharedPromptGPT, bucket_bytes: int = PARCEL_BYTES) -> None:
+        self.shape = model.shape
         self._parallel = parallel = model.parallel
         self._parameters = dict(model.named_parameters())
         any_parameter = next(iter(self._parameters.values()))
@@ -103,15 +104,16 @@ class WeightExport:
                     own = entry.of(self._parameters)
                     theirs = part[start : start + own.numel()].view(own.shape)
                     start += own.numel()
-                    self._place(entry, wholes, entry.fusion.split(theirs), tp_rank)
+                    self._place(entry, wholes, entry.on(tp_rank).fusion.split(theirs), tp_rank)
         return flat, tensors
 
     def _place(self, entry: WeightEntry, wholes: list[torch.Tensor], parts: list[torch.Tensor], tp_rank: int) -> None:
-        for whole, part in zip(wholes, parts, strict=True):
-            whole[entry.shard(tuple(whole.shape), tp_rank, self._parallel.tp_size)].copy_(part)
+        shards = entry.shards(tp_rank, self._parallel.tp_size)
+        for whole, part, shard in zip(wholes, parts, shards, strict=True):
+            whole[shard].copy_(part)
 
     def _own_tensors(self, entry: WeightEntry) -> list[torch.Tensor]:
-        return entry.fusion.split(entry.of(self._parameters).detach())
+        return entry.on(self._parallel.tp_rank).fusion.split(entry.of(self._parameters).detach())
 
     def _own_part(self, parcel: Parcel, receive_from: int | None = None) -> torch.Tensor:
         """A tensor-parallel rank's contribution to a parcel: its part of every divided parameter, [elements]."""

@@ -3,13 +3,15 @@
 Shape legend: V vocabulary, H hidden size, A query heads, K key / value heads, D head dimension, F feed-forward size.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import torch
 
-from async_rl.shared.model_shape import ModelShape
+from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS
+from async_rl.shared.model_shape import ModelShape, stage_layers
 from trainer.parallel import Parallel
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -25,6 +27,10 @@ class Fusion(Protocol):
     def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
     def split(self, merged: torch.Tensor) -> list[torch.Tensor]: ...
+
+
+CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+"""Of a layer with DeepSeek's experts: a constant, float32 whatever the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,55 @@ class GroupedQKV:
     def split(self, merged: torch.Tensor) -> list[torch.Tensor]:
         heads = merged.unflatten(0, (-1, self.queries_per_kv + 2, self.head_dim))
         return [part.flatten(0, 2) for part in heads.split([self.queries_per_kv, 1, 1], dim=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedQKV:
+    """A rank's rows of `GroupedQKV`'s tensor where several ranks share a key / value head: an equal share of all rows,
+    wherever it begins. Megatron gathers the ranks' products, and each takes the heads it needs; so every weight is on
+    one rank, and its gradient whole.
+    """
+
+    queries_per_kv: int
+    head_dim: int
+    num_kv_heads: int
+    rank: int
+    num_ranks: int
+
+    @property
+    def rows(self) -> range:
+        """Of the whole tensor, those of this rank."""
+        share = self.num_kv_heads * (self.queries_per_kv + 2) * self.head_dim // self.num_ranks
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    @property
+    def parts(self) -> list[range]:
+        """The rows of q, of k and of v that are among them; they follow each other in each."""
+        group, heads = (self.queries_per_kv + 2) * self.head_dim, (0, self.queries_per_kv, self.queries_per_kv + 1)
+        found = []
+        for first_head, num_heads in zip(heads, (self.queries_per_kv, 1, 1), strict=True):
+            first, size = first_head * self.head_dim, num_heads * self.head_dim
+            start, stop = (
+                row // group * size + min(max(row % group - first, 0), size)
+                for row in (self.rows.start, self.rows.stop)
+            )
+            found.append(range(start, stop))
+        return found
+
+    def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        in_a_row = torch.cat(list(parts))
+        merged = torch.empty_like(in_a_row)
+        merged[torch.cat(self._places()).to(merged.device)] = in_a_row
+        return merged
+
+    def split(self, merged: torch.Tensor) -> list[torch.Tensor]:
+        return [merged[places.to(merged.device)] for places in self._places()]
+
+    def _places(self) -> list[torch.Tensor]:
+        """Where the rows of q, of k and of v are in this rank's tensor."""
+        heads = torch.tensor(self.rows) // self.head_dim % (self.queries_per_kv + 2)
+        kinds = (heads - self.queries_per_kv).clamp(min=-1)
+        return [(kinds == kind).nonzero()[:, 0] for kind in (-1, 0, 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +155,21 @@ class WeightEntry:
     def is_on(self, parallel: Parallel) -> bool:
         return self.stage == parallel.pp_rank and self.ep_rank in (None, parallel.ep_rank)
 
-    def shard(self, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> tuple[slice, ...]:
-        """The slices of a whole Hugging Face tensor of `shape` that one tensor-parallel rank has."""
+    def on(self, tp_rank: int) -> "WeightEntry":
+        """The entry whose `fusion` is that of one tensor-parallel rank's part."""
+        return replace(self, fusion=replace(self.fusion, rank=tp_rank)) if isinstance(self.fusion, SlicedQKV) else self
+
+    def shards(self, tp_rank: int, tp_size: int) -> list[tuple[slice, ...]]:
+        """The slices that one tensor-parallel rank has of each whole Hugging Face tensor, in `hf_shapes`' order."""
+        fusion = self.on(tp_rank).fusion
+        if isinstance(fusion, SlicedQKV):
+            return [
+                (slice(rows.start, rows.stop), *(slice(0, size) for size in shape[1:]))
+                for rows, shape in zip(fusion.parts, self.hf_shapes.values(), strict=True)
+            ]
+        return [self._shard(shape, tp_rank, tp_size) for shape in self.hf_shapes.values()]
+
+    def _shard(self, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> tuple[slice, ...]:
         if self.divided is None:
             return tuple(slice(0, size) for size in shape)
         share = shape[self.divided] // tp_size
@@ -132,11 +200,30 @@ def tied_head(shape: ModelShape, layout: Layout) -> WeightEntry | None:
     return WeightEntry("output_layer.weight", shapes, Stacked(), layout.pp_size - 1, ROWS)
 
 
+MakeEntry = Callable[..., WeightEntry]
+
+
+def constants(shape: ModelShape, layout: Layout | None = None) -> Iterator[WeightEntry]:
+    """What a checkpoint has that training does not change: it is loaded and saved, but not published."""
+    if shape.experts is None or shape.experts.grouping is None:
+        return
+    for layer in range(shape.experts.num_dense, shape.num_layers):
+        entry = _LayerNames(shape, layout or Layout(), layer).entry
+        yield entry("mlp.router.choice_bias", {CHOICE_BIAS: (shape.experts.num_experts,)})
+
+
+@cache
+def _place_of_layer(num_layers: int, num_stages: int, layer: int) -> tuple[int, int]:
+    """(Its stage, its number within that)."""
+    stages = stage_layers(num_layers, num_stages)
+    return next((stage, layer - layers.start) for stage, layers in enumerate(stages) if layer in layers)
+
+
 class _LayerNames:
     """Creates the entries of one layer from names within it."""
 
     def __init__(self, shape: ModelShape, layout: Layout, layer: int) -> None:
-        self._stage, local_layer = divmod(layer, shape.num_layers // layout.pp_size)
+        self._stage, local_layer = _place_of_layer(shape.num_layers, layout.pp_size, layer)
         self._ours = f"decoder.layers.{local_layer}."
         self._theirs = f"model.layers.{layer}."
 
@@ -154,12 +241,23 @@ class _LayerNames:
 
 
 def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:
+    H, entry = shape.hidden_size, _LayerNames(shape, layout, layer).entry
+    yield entry("input_layernorm.weight", {"input_layernorm.weight": (H,)})
+    yield from _attention_map(shape, layout, entry) if shape.latents is None else _latents_map(shape, entry)
+    yield entry("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (H,)})
+    if shape.has_experts(layer):
+        yield from _experts_map(shape, layout, entry)
+    else:
+        yield from _mlp_map(shape, entry)
+
+
+def _attention_map(shape: ModelShape, layout: Layout, entry: MakeEntry) -> Iterator[WeightEntry]:
     H, D = shape.hidden_size, shape.head_dim
     q_size, kv_size = shape.num_heads * D, shape.num_kv_heads * D
-    qkv = GroupedQKV(shape.num_heads // shape.num_kv_heads, D)
-    entry = _LayerNames(shape, layout, layer).entry
-    yield entry("input_layernorm.weight", {"input_layernorm.weight": (H,)})
-    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+    qkv: Fusion = GroupedQKV(shape.num_heads // shape.num_kv_heads, D)
+    if shape.num_kv_heads < layout.tp_size:
+        qkv = SlicedQKV(shape.num_heads // shape.num_kv_heads, D, shape.num_kv_heads, 0, layout.tp_size)
+    for kind in ("weight", "bias") if shape.has(QKV_BIAS) else ("weight",):
         rest = (H,) if kind == "weight" else ()
         sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         hf_shapes = {f"self_attn.{name}.{kind}": (size, *rest) for name, size in sizes.items()}
@@ -168,20 +266,45 @@ def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[Weight
         yield entry("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (D,)})
         yield entry("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (D,)})
     yield entry("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (H, q_size)}, divided=COLUMNS)
-    yield entry("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (H,)})
-    if shape.experts is None:
-        gate_up = {"mlp.gate_proj.weight": (shape.ffn_size, H), "mlp.up_proj.weight": (shape.ffn_size, H)}
-        yield entry("mlp.linear_fc1.weight", gate_up, Stacked(2), ROWS)
-        yield entry("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (H, shape.ffn_size)}, divided=COLUMNS)
-    else:
-        yield from _experts_map(shape, layout, layer)
+    if shape.has(OUT_BIAS):
+        yield entry("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (H,)})
 
 
-def _experts_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:
-    """The router, which every rank has, and the experts, undivided, in equal shares on the expert-parallel ranks."""
+def _latents_map(shape: ModelShape, entry: MakeEntry) -> Iterator[WeightEntry]:
+    """What makes latents is on every rank; heads are divided."""
+    assert shape.latents is not None
+    H, A, sizes = shape.hidden_size, shape.num_heads, shape.latents
+    q_up, q_size, kv_size = "q_proj", A * shape.head_dim, A * (sizes.nope_dim + sizes.value_dim)
+    if sizes.q_rank is not None:
+        q_up = "q_b_proj"
+        yield entry("self_attention.linear_q_down.weight", {"self_attn.q_a_proj.weight": (sizes.q_rank, H)})
+        yield entry("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": (sizes.q_rank,)})
+    up = {f"self_attn.{q_up}.weight": (q_size, sizes.q_rank or H)}
+    yield entry("self_attention.linear_q_up.weight", up, divided=ROWS)
+    down = {"self_attn.kv_a_proj_with_mqa.weight": (sizes.kv_rank + sizes.rope_dim, H)}
+    yield entry("self_attention.linear_kv_down.weight", down)
+    yield entry("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": (sizes.kv_rank,)})
+    up = {"self_attn.kv_b_proj.weight": (kv_size, sizes.kv_rank)}
+    yield entry("self_attention.linear_kv_up.weight", up, divided=ROWS)
+    out = {"self_attn.o_proj.weight": (H, A * sizes.value_dim)}
+    yield entry("self_attention.linear_proj.weight", out, divided=COLUMNS)
+
+
+def _mlp_map(shape: ModelShape, entry: MakeEntry) -> Iterator[WeightEntry]:
+    H, F = shape.hidden_size, shape.ffn_size
+    for kind, rest in (("weight", (H,)), ("bias", ())) if shape.has(MLP_BIAS) else (("weight", (H,)),):
+        gate_up = {f"mlp.{name}_proj.{kind}": (F, *rest) for name in ("gate", "up")}
+        yield entry(f"mlp.linear_fc1.{kind}", gate_up, Stacked(2), ROWS)
+    yield entry("mlp.linear_fc2.weight", {"mlp.down_proj.weight": (H, F)}, divided=COLUMNS)
+    if shape.has(MLP_BIAS):
+        yield entry("mlp.linear_fc2.bias", {"mlp.down_proj.bias": (H,)})
+
+
+def _experts_map(shape: ModelShape, layout: Layout, entry: MakeEntry) -> Iterator[WeightEntry]:
+    """The router, which every rank has, the experts, undivided, in equal shares on the expert-parallel ranks, and what
+    all rows pass beside them, divided as a dense layer's feed-forward part."""
     assert shape.experts is not None
     H, F = shape.hidden_size, shape.experts.ffn_size
-    entry = _LayerNames(shape, layout, layer).entry
     yield entry("mlp.router.weight", {"mlp.gate.weight": (shape.experts.num_experts, H)})
     for expert in range(shape.experts.num_experts):
         ep_rank, local_expert = divmod(expert, shape.experts.num_experts // layout.ep_size)
@@ -190,3 +313,8 @@ def _experts_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[Weig
         down = {f"{theirs}down_proj.weight": (H, F)}
         yield entry("mlp.experts.weight1", gate_up, Stacked(2), ep_rank=ep_rank, index=local_expert)
         yield entry("mlp.experts.weight2", down, ep_rank=ep_rank, index=local_expert)
+    if size := shape.experts.shared_size:
+        gate_up = {f"mlp.shared_experts.{name}_proj.weight": (size, H) for name in ("gate", "up")}
+        yield entry("mlp.shared_experts.linear_fc1.weight", gate_up, Stacked(2), ROWS)
+        down = {"mlp.shared_experts.down_proj.weight": (H, size)}
+        yield entry("mlp.shared_experts.linear_fc2.weight", down, divided=COLUMNS)

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from async_rl.checks.preflight.weight_files import HEAD, require_tied_head, stored_tensors
+from async_rl.checks.preflight.weight_files import HEAD, is_predictor, require_tied_head, stored_tensors
 from async_rl.errors import ConfigError
-from trainer.hf.weight_map import VALUE_HEAD, Layout, WeightEntry, tied_head, weight_map
+from async_rl.shared.model_shape import ModelShape, fp8_block
+from trainer.hf.weight_map import VALUE_HEAD, Layout, WeightEntry, constants, tied_head, weight_map
 from trainer.model.gpt import SharedPromptGPT
+
+SCALES = "_scale_inv"
+"""What follows the name of a tensor in fp8 in that of its scales."""
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -32,6 +36,7 @@ def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
     entries = list(weight_map(model.shape, layout))
     head = tied_head(model.shape, layout)
     own = [entry for entry in (*entries, *([head] if head else [])) if entry.is_on(parallel)]
+    kept = list(constants(model.shape, layout))
     parameters = dict(model.named_parameters())
     assert {entry.megatron_name for entry in own} == set(parameters), (
         f"the weight map misses {set(parameters) ^ {entry.megatron_name for entry in own}}"
@@ -40,18 +45,37 @@ def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
         files = _open_tensors(checkpoint, stack)
         if model.shape.gives_values and VALUE_HEAD not in files:
             entries, own = ([entry for entry in some if VALUE_HEAD not in entry.hf_shapes] for some in (entries, own))
-        _check_names_and_shapes(checkpoint, entries, files, ignores_head=model.shape.tied or model.shape.gives_values)
+        ignores_head = model.shape.tied or model.shape.gives_values
+        _check_names_and_shapes(checkpoint, [*entries, *kept], files, model.shape, ignores_head=ignores_head)
+        block = fp8_block(json.loads((checkpoint / "config.json").read_text()))
         if model.shape.tied and HEAD in files:
             require_tied_head(f"checkpoint {str(checkpoint)!r}", stored_tensors(checkpoint))
         with torch.no_grad():
-            for entry in own:
-                parts = [
-                    files[name].get_slice(name)[entry.shard(shape, parallel.tp_rank, parallel.tp_size)]
-                    for name, shape in entry.hf_shapes.items()
-                ]
+            for entry in (entry.on(parallel.tp_rank) for entry in own):
+                shards = entry.shards(parallel.tp_rank, parallel.tp_size)
+                parts = [_read(files, name, at, block) for name, at in zip(entry.hf_shapes, shards, strict=True)]
                 merged, parameter = entry.fusion.merge(parts), entry.of(parameters)
                 assert merged.shape == parameter.shape, f"{entry.megatron_name}: {merged.shape} != {parameter.shape}"
                 parameter.copy_(merged)
+            buffers = dict(model.named_buffers())
+            for entry in kept:
+                if entry.is_on(parallel):
+                    (name,) = entry.hf_shapes
+                    buffers[entry.megatron_name].copy_(files[name].get_tensor(name))
+
+
+def _read(files: dict[str, Any], name: str, at: tuple[slice, ...], block: tuple[int, int] | None) -> torch.Tensor:
+    """A part of a stored tensor; of one in fp8 the values, each times the scale of its `block` of rows and columns."""
+    stored = files[name].get_slice(name)
+    part: torch.Tensor = stored[at]
+    if block is None or name + SCALES not in files:
+        return part
+    scales = files[name + SCALES].get_tensor(name + SCALES).float()
+    rows, columns = (
+        torch.arange(size)[own] // length for size, own, length in zip(stored.get_shape(), at, block, strict=True)
+    )
+    values: torch.Tensor = part.float() * scales[rows][:, columns]
+    return values
 
 
 def _open_tensors(checkpoint: Path, stack: ExitStack) -> dict[str, Any]:
@@ -76,23 +100,23 @@ def _open_tensors(checkpoint: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _check_names_and_shapes(
-    checkpoint: Path, entries: list[WeightEntry], files: dict[str, Any], *, ignores_head: bool
+    checkpoint: Path, entries: list[WeightEntry], files: dict[str, Any], shape: ModelShape, *, ignores_head: bool
 ) -> None:
     expected = {name: shape for entry in entries for name, shape in entry.hf_shapes.items()}
-    for name, shape in expected.items():
+    for name, size in expected.items():
         if name not in files:
             raise ConfigError(f"checkpoint {str(checkpoint)!r} has no tensor {name!r}, which its config asks for")
         found = tuple(files[name].get_slice(name).get_shape())
-        if found != shape:
+        if found != size:
             raise ConfigError(
                 f"checkpoint {str(checkpoint)!r}: tensor {name!r} has shape {list(found)}, but its config.json asks "
-                f"for {list(shape)}: use the config that belongs to these weights"
+                f"for {list(size)}: use the config that belongs to these weights"
             )
     for name in files:
         # Older checkpoints may also contain a copy of the tied head, and rotary frequencies, which the config
         # determines.
-        known = name in expected or (ignores_head and name == HEAD) or name.endswith("rotary_emb.inv_freq")
-        if not known:
+        known = name.removesuffix(SCALES) in expected or (ignores_head and name == HEAD)
+        if not (known or name.endswith("rotary_emb.inv_freq") or is_predictor(name, shape)):
             raise ConfigError(
                 f"checkpoint {str(checkpoint)!r} has the tensor {name!r}, which the trainer has no place for: "
                 "its architecture has a feature that is not supported"

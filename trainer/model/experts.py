@@ -1,4 +1,4 @@
-"""A layer with experts, to compute the same as Qwen3-MoE in transformers; for `gpt.py`.
+"""A layer with experts, to compute the same as Qwen3-MoE and DeepSeek-V3 in transformers; for `gpt.py`.
 
 A token is routed to the experts with the `top_k` largest router logits. Its weights are a softmax over all experts, or
 over the chosen ones, which is the same as renormalizing the former (`norm_topk_prob`). The experts of one rank have one
@@ -13,6 +13,7 @@ feed-forward size of an expert.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,9 +108,11 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def use_stacked_experts(layer: ModuleSpec, ops: LayerOps) -> None:
+def use_stacked_experts(layer: ModuleSpec, ops: LayerOps, *, has_shared: bool) -> None:
     """Sets `StackedExperts` in the spec of a layer with experts, in place."""
     layer.submodules.mlp.submodules.experts = ModuleSpec(module=StackedExperts, params={"ops": ops})
+    if not has_shared:
+        layer.submodules.mlp.submodules.shared_experts = None
 
 
 def _gate_and_up(expert: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -133,20 +136,65 @@ class Router(TopKRouter):
         return F.linear(input, self.weight)
 
 
-def use_router(layer: ModuleSpec) -> None:
-    """Sets `Router` in the spec of a layer with experts, in place."""
-    layer.submodules.mlp.submodules.router = Router
+class BiasedRouter(Router):
+    """The router of DeepSeek-V3 (see `Grouping`), with scores in float32 or wider whatever the model's dtype."""
+
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, *, experts: Experts
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self._experts = experts
+        self.choice_bias: torch.Tensor
+        """[E], float32; a constant of the checkpoint. Megatron's own would move with the load of the experts."""
+        self.register_buffer("choice_bias", torch.zeros(experts.num_experts))
+
+    def forward(self, input: torch.Tensor, padding_mask: None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, 1, H] -> (weights of the chosen experts, 0 for others; which are chosen), [T, E] each."""
+        hidden_TH, experts, wide = input[:, 0], self._experts, torch.promote_types(input.dtype, torch.float32)
+        scores_TE = F.linear(hidden_TH.to(wide), self.weight.to(wide)).sigmoid()
+        chosen_Tk = self._chosen(scores_TE.detach())
+        weights_Tk = scores_TE.gather(1, chosen_Tk)
+        if experts.renormalized:
+            weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
+        weights_Tk = weights_Tk * experts.grouping.scale if experts.grouping else weights_Tk
+        weights_TE = torch.zeros_like(scores_TE).scatter(1, chosen_Tk, weights_Tk)
+        return weights_TE, torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, chosen_Tk, True)
+
+    def _chosen(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        """The numbers of the `top_k` experts, [T, k]."""
+        ranked_TE, grouping = scores_TE + self.choice_bias, self._experts.grouping
+        if grouping is not None and grouping.num_groups > 1:
+            by_group = ranked_TE.unflatten(1, (grouping.num_groups, -1))
+            best_Tg = by_group.topk(2, dim=-1).values.sum(-1).topk(grouping.top_groups, dim=-1).indices
+            is_out_TG = torch.ones(*by_group.shape[:2], dtype=torch.bool, device=best_Tg.device).scatter(
+                1, best_Tg, False
+            )
+            ranked_TE = by_group.masked_fill(is_out_TG[..., None], -torch.inf).flatten(1)
+        return ranked_TE.topk(self._experts.top_k, dim=-1).indices
+
+
+def keep_biases_wide(model: torch.nn.Module) -> None:
+    """Makes the biases of routers float32 again after the model was cast."""
+    for module in model.modules():
+        if isinstance(module, BiasedRouter):
+            module.choice_bias = module.choice_bias.float()
+
+
+def use_router(layer: ModuleSpec, experts: Experts) -> None:
+    """Sets the router in the spec of a layer with experts, in place."""
+    router = Router if experts.grouping is None else partial(BiasedRouter, experts=experts)
+    layer.submodules.mlp.submodules.router = router
 
 
 def moe_options(experts: Experts | None, recompute: str) -> dict[str, Any]:
-    """TransformerConfig fields for `experts` in every layer, none for a dense model; `recompute` is the trainer's."""
+    """TransformerConfig fields for `experts`, none for a dense model; `recompute` is the trainer's."""
     if experts is None:
         return {}
     options: dict[str, Any] = {
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.top_k,
         "moe_ffn_hidden_size": experts.ffn_size,
-        "moe_router_pre_softmax": not experts.renormalized,
+        "moe_router_pre_softmax": not experts.renormalized or experts.grouping is not None,
         # On-policy training has only its own loss, and drops no token.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -154,8 +202,10 @@ def moe_options(experts: Experts | None, recompute: str) -> dict[str, Any]:
         # Names Megatron's own grouped experts, in place of which the layers have `StackedExperts`.
         "moe_grouped_gemm": False,
     }
+    if experts.shared_size:
+        options["moe_shared_expert_intermediate_size"] = experts.shared_size
     if recompute == "selective":
-        options["recompute_modules"] = ["moe"]
+        options["recompute_modules"] = ["moe", "mlp"]
     return options
 
 

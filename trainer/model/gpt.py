@@ -3,6 +3,7 @@
 Shape legend: T fed rows, R rows with logits, N response tokens, H hidden size, V vocabulary, D rotary dimension.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,20 +17,31 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.shared.model_shape import ModelShape, Rope
+from async_rl.shared.model_families import QKV_BIAS
+from async_rl.shared.model_shape import Experts, ModelShape, Rope, stage_layers
 from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
+from trainer.attention.latent_attention import LatentAttention
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
-from trainer.model.experts import keep_rows_local, moe_options, use_router, use_stacked_experts
-from trainer.model.layer_spec import norm_spec, swiglu_options, use_layer_ops, use_linear
+from trainer.model.experts import keep_biases_wide, keep_rows_local, moe_options, use_router, use_stacked_experts
+from trainer.model.layer_spec import (
+    RMSNorm,
+    norm_spec,
+    scaled_add,
+    swiglu_options,
+    use_biases,
+    use_layer_ops,
+    use_linear,
+)
 from trainer.model.logprobs import Scores, response_logprobs
 from trainer.parallel import Parallel
 
@@ -47,7 +59,7 @@ class SharedPromptGPT(GPTModel):
     def __init__(self, config: TransformerConfig, shape: ModelShape, parallel: Parallel) -> None:
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config, shape, parallel.device.LAYER_OPS),
+            transformer_layer_spec=_block_spec(shape, parallel),
             vocab_size=shape.vocab_size,
             # Only learned position embeddings have a length; rotary ones accept any position.
             max_sequence_length=0,
@@ -58,8 +70,8 @@ class SharedPromptGPT(GPTModel):
             rotary_base=shape.rope_theta,
         )
         self._angle_scale = 1.0
-        if shape.rope is not None:
-            frequencies, self._angle_scale = scaled_frequencies(shape.rope, shape.rope_theta, shape.head_dim)
+        if shape.rope is not None or shape.rotary_dim != shape.head_dim:
+            frequencies, self._angle_scale = scaled_frequencies(shape.rope, shape.rope_theta, shape.rotary_dim)
             self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         keep_rows_local(self)
         self.shape = shape
@@ -71,8 +83,8 @@ class SharedPromptGPT(GPTModel):
             parallel.device,
             config.params_dtype,
             shape.num_heads // parallel.tp_size,
-            shape.num_kv_heads // parallel.tp_size,
-            shape.head_dim,
+            max(1, shape.num_kv_heads // parallel.tp_size),
+            shape.kernel_dim,
         )
 
     def forward(self, micro_batch: MicroBatch, temperature: float, with_entropy: bool = True) -> torch.Tensor | Scores:
@@ -90,6 +102,8 @@ class SharedPromptGPT(GPTModel):
         hidden_T1H = None
         if self.pre_process:
             hidden_T1H = self.embedding(rows.tokens_T[None], position_ids=rows.positions_T[None])
+            if self.shape.multipliers is not None:
+                hidden_T1H = hidden_T1H * self.shape.multipliers.embedding
         cos_T1D, sin_T1D = self._rotation(rows.positions_T)
         params = SharedPromptParams(
             segments=rows.segments,
@@ -99,6 +113,7 @@ class SharedPromptGPT(GPTModel):
             kernel=self.kernel,
             cache=cache,
             unrotated_layers=self.shape.unrotated_layers,
+            query_scale_T11=self._query_scale(rows.positions_T),
         )
         out_T1H: torch.Tensor = self.decoder(
             hidden_states=hidden_T1H, attention_mask=None, rotary_pos_emb=None, packed_seq_params=params
@@ -128,7 +143,16 @@ class SharedPromptGPT(GPTModel):
             with_entropy,
             self._ops,
             labels.judged,
+            self.shape.multipliers.logits if self.shape.multipliers else 1.0,
         )
+
+    def _query_scale(self, positions_T: torch.Tensor) -> torch.Tensor | None:
+        """What the queries of each position are multiplied by, [T, 1, 1], in the model's dtype."""
+        if self.shape.query_scaling is None:
+            return None
+        beta, length = self.shape.query_scaling
+        scale_T = 1 + beta * torch.log(1 + torch.floor(positions_T / length))
+        return scale_T.to(self.config.params_dtype)[:, None, None]
 
     def _rotation(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine of the rotary angles of each position, [T, 1, D], in the model's dtype."""
@@ -138,8 +162,10 @@ class SharedPromptGPT(GPTModel):
         return cos_T1D.to(self.config.params_dtype), sin_T1D.to(self.config.params_dtype)
 
 
-def scaled_frequencies(rope: Rope, theta: float, head_dim: int) -> tuple[torch.Tensor, float]:
+def scaled_frequencies(rope: Rope | None, theta: float, head_dim: int) -> tuple[torch.Tensor, float]:
     """Angles per position, float32 [D / 2], and the factor of cosine and sine, as transformers computes them."""
+    if rope is None:
+        return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)), 1.0
     parameters = {"rope_type": rope.kind, "rope_theta": theta, **dict(rope.parameters)}
     config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=parameters)
     frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](config)
@@ -167,7 +193,8 @@ def build_model(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
+        add_qkv_bias=shape.has(QKV_BIAS),
+        softmax_scale=shape.attention_scale,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -177,6 +204,7 @@ def build_model(
         cuda_graph_scope=[],
         tensor_model_parallel_size=parallel.tp_size,
         pipeline_model_parallel_size=parallel.pp_size,
+        pipeline_model_parallel_layout=_pipeline_layout(shape.num_layers, parallel.pp_size),
         expert_model_parallel_size=parallel.ep_size,
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.tp_size > 1,
@@ -190,9 +218,17 @@ def build_model(
         **parallel.device.MODEL_OPTIONS,
     )
     model: SharedPromptGPT = kind(config, shape, parallel).to(device=parallel.device.DEVICE, dtype=dtype)
+    keep_biases_wide(model)
     _mark_divided(model)
     use_linear(model, parallel.device.LAYER_OPS)
     return model
+
+
+def _pipeline_layout(num_layers: int, num_stages: int) -> str | None:
+    """The layers of each stage as Megatron takes them, which divides evenly without."""
+    if num_layers % num_stages == 0:
+        return None
+    return "E" + "|".join("t" * len(layers) for layers in stage_layers(num_layers, num_stages)) + "L"
 
 
 def _mark_divided(model: SharedPromptGPT) -> None:
@@ -200,22 +236,37 @@ def _mark_divided(model: SharedPromptGPT) -> None:
 
     Megatron sets the mark when it initializes weights, which is disabled here.
     """
-    dimensions = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in model.modules():
-        if type(module) in dimensions:
-            for parameter in module.parameters(recurse=False):
-                # A tied output layer shares the embedding's weight, and has no parameter of its own.
-                if not hasattr(parameter, "tensor_model_parallel"):
-                    set_tensor_model_parallel_attributes(parameter, True, dimensions[type(module)], 1)
+        if isinstance(module, VocabParallelEmbedding | ColumnParallelLinear | RowParallelLinear):
+            by_columns = isinstance(module, RowParallelLinear)
+            for name, parameter in module.named_parameters(recurse=False):
+                # A tied output layer shares the embedding's weight, and has no parameter of its own. The bias of what
+                # is divided by columns is whole on each rank.
+                if not hasattr(parameter, "tensor_model_parallel") and not (by_columns and name == "bias"):
+                    set_tensor_model_parallel_attributes(parameter, True, int(by_columns), 1)
 
 
-def _block_spec(config: TransformerConfig, shape: ModelShape, ops: LayerOps) -> TransformerBlockSubmodules:
+def _block_spec(shape: ModelShape, parallel: Parallel) -> TransformerBlockSubmodules:
+    """This stage's layers, of which there are at most two kinds."""
+    ops = parallel.device.LAYER_OPS
+    kinds = {with_experts: _layer_spec(shape, ops, shape.experts if with_experts else None) for with_experts in (0, 1)}
+    layers = stage_layers(shape.num_layers, parallel.pp_size)[parallel.pp_rank]
+    return TransformerBlockSubmodules([kinds[shape.has_experts(layer)] for layer in layers], norm_spec(ops))
+
+
+def _layer_spec(shape: ModelShape, ops: LayerOps, experts: Experts | None) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
-        num_experts=shape.experts and shape.experts.num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+        num_experts=experts and experts.num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )
-    if shape.experts is not None:
-        use_router(layer)
-        use_stacked_experts(layer, ops)
+    if experts is not None:
+        use_router(layer, experts)
+        use_stacked_experts(layer, ops, has_shared=experts.shared_size > 0)
     layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
     use_layer_ops(layer, ops, shape.qk_norm)
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), norm_spec(ops))
+    use_biases(layer, shape)
+    if shape.multipliers is not None:
+        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = scaled_add(shape.multipliers.residual)
+    if shape.latents is not None:
+        options = {"latents": shape.latents, "norm": partial(RMSNorm, op=ops.rms_norm)}
+        layer.submodules.self_attention = ModuleSpec(module=LatentAttention, params=options)
+    return layer

@@ -12,6 +12,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS
+from async_rl.shared.model_shape import ModelShape
 from trainer.devices.layer_ops import LayerOps
 
 
@@ -68,9 +70,50 @@ def use_layer_ops(layer: ModuleSpec, ops: LayerOps, qk_norm: bool) -> None:
         attention.q_layernorm = attention.k_layernorm = norm_spec(ops)
     if ops.swiglu is not None:
         mlp = layer.submodules.mlp.submodules
-        # Experts have their own (see `experts.py`).
+        # Experts have their own (see `experts.py`), but for those that all rows pass.
+        shared = getattr(mlp, "shared_experts", None)
+        mlp = mlp if shared is None else shared.submodules
         if isinstance(mlp, MLPSubmodules):
             mlp.activation_func = ModuleSpec(module=SwiGLU, params={"op": ops.swiglu})
+
+
+class _BiasedColumns(ColumnParallelLinear):
+    """With a bias, whatever Megatron's layer asks for: its config has one switch for all biases."""
+
+    def __init__(self, *args: Any, bias: bool, **options: Any) -> None:
+        super().__init__(*args, bias=True, **options)
+
+
+class _BiasedRows(RowParallelLinear):
+    """Adds its bias itself: what recomputes a feed-forward part would hand the parameter through its autograd function,
+    which makes the parameter an output of that (megatron-core 0.16.1)."""
+
+    def __init__(self, *args: Any, bias: bool, **options: Any) -> None:
+        super().__init__(*args, bias=True, **options)
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        out, bias = super().forward(input_)
+        return out + bias, None
+
+
+def use_biases(layer: ModuleSpec, shape: ModelShape) -> None:
+    """Sets linear layers with biases in a layer spec, in place; those of queries, keys and values have a switch."""
+    if shape.has(OUT_BIAS):
+        layer.submodules.self_attention.submodules.linear_proj = _BiasedRows
+    mlp = layer.submodules.mlp.submodules
+    if shape.has(MLP_BIAS) and isinstance(mlp, MLPSubmodules):
+        mlp.linear_fc1, mlp.linear_fc2 = _BiasedColumns, _BiasedRows
+
+
+def scaled_add(multiplier: float) -> Callable[..., Any]:
+    """What adds a half of a layer to the residual stream, in place of Megatron's `get_bias_dropout_add`: times
+    `multiplier`, as Granite has it."""
+
+    def add(out_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, _: float) -> torch.Tensor:
+        out, bias = out_with_bias
+        return residual + (out if bias is None else out + bias) * multiplier
+
+    return lambda training, fused: add
 
 
 def swiglu_options(ops: LayerOps) -> dict[str, Any]:

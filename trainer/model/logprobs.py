@@ -9,6 +9,7 @@ Shape legend: R rows with logits, C rows of one chunk, H hidden size, V vocabula
 J judged rows, K other temperatures (`proof.draws.POWERS`).
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +40,7 @@ def response_logprobs(
     with_entropy: bool = True,
     ops: LayerOps = DEFAULT_OPS,
     judged: Judged | None = None,
+    logits_scaling: float = 1.0,
 ) -> Scores:
     """(log softmax(logits / temperature) of each label at its row; the entropy of the whole row): [N] each; and how
     much likelier the label is at another temperature, log p^c / sum p^c - log p for each c of `POWERS`, [K, N], NaN for
@@ -53,10 +55,11 @@ def response_logprobs(
 
     Args:
         ops: `matmul` computes all products, `log_normalizer` the log-sum-exps.
+        logits_scaling: what the model itself divides its logits by, ahead of the temperature.
     """
     # `apply` is untyped in torch.
     made: Scores = _ResponseLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_RH, weight_VH, label_rows_N, labels_N, temperature, with_entropy, ops, judged
+        hidden_RH, weight_VH, label_rows_N, labels_N, temperature, with_entropy, ops, judged, logits_scaling
     )
     return made
 
@@ -73,7 +76,9 @@ class _ResponseLogprobs(torch.autograd.Function):
         with_entropy: bool,
         ops: LayerOps,
         judged: Judged | None,
+        logits_scaling: float,
     ) -> Scores:
+        divisors = (logits_scaling, temperature)
         group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
         first_label = group.rank() * len(weight_VH) if group is not None else 0
         own_labels_N = labels_N - first_label
@@ -81,10 +86,10 @@ class _ResponseLogprobs(torch.autograd.Function):
         lses, entropies, sums = [], [], []
         chunks = list(_chunks(hidden_RH, weight_VH))
         for rows in chunks:
-            logits_CV = _logits(hidden_RH[rows], weight_VH, temperature, ops)
-            indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, logits_CV)
+            logits_CV = _logits(hidden_RH[rows], weight_VH, divisors, ops)
+            places_N, is_here_N = _label_places(label_rows_N, own_labels_N, rows, logits_CV)
             # Not times 0: another row of the chunk may hold a NaN.
-            label_logits_N += logits_CV[indices].masked_fill_(~is_here_N, 0.0)
+            label_logits_N += logits_CV.view(-1).index_select(0, places_N).masked_fill_(~is_here_N, 0.0)
             lse_C1 = ops.log_normalizer(logits_CV)
             lses.append(lse_C1[:, 0])
             if with_entropy:
@@ -102,7 +107,7 @@ class _ResponseLogprobs(torch.autograd.Function):
         is_whole = len(chunks) == 1 and (group is None or group.size() == 1)
         ctx.probs_RV = probs_CV if with_entropy and is_whole and ctx.needs_input_grad[0] else None
         ctx.save_for_backward(hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R, None)
-        ctx.temperature, ctx.ops = temperature, ops
+        ctx.divisors, ctx.ops = divisors, ops
         # The entropy's is None, not zeros, unless a loss has it.
         ctx.set_materialize_grads(False)
         logprobs_N = label_logits_N - lse_R[label_rows_N]
@@ -123,17 +128,18 @@ class _ResponseLogprobs(torch.autograd.Function):
         hidden_RH, weight_VH, label_rows_N, own_labels_N, lse_R, entropy_R = ctx.saved_tensors
         if dlogprobs_N is None:
             dlogprobs_N = torch.zeros_like(label_rows_N, dtype=lse_R.dtype)
-        dlogits_N = dlogprobs_N / ctx.temperature
+        temperature = math.prod(ctx.divisors)
+        dlogits_N = dlogprobs_N / temperature
         sums_R = torch.zeros_like(lse_R).index_add_(0, label_rows_N, dlogits_N)
         # Written to below. The entropy's gradient has the logarithm of probabilities, which may have become 0.
         probs_RV, ctx.probs_RV = ctx.probs_RV if dentropy_N is None else None, None
         dentropy_R = None
         if dentropy_N is not None:
-            dentropy_R = torch.zeros_like(lse_R).index_add_(0, label_rows_N, dentropy_N / ctx.temperature)
+            dentropy_R = torch.zeros_like(lse_R).index_add_(0, label_rows_N, dentropy_N / temperature)
         dhidden, dweight_VH = [], None
         for rows in _chunks(hidden_RH, weight_VH):
             if probs_RV is None:
-                logits_CV = _logits(hidden_RH[rows], weight_VH, ctx.temperature, ctx.ops)
+                logits_CV = _logits(hidden_RH[rows], weight_VH, ctx.divisors, ctx.ops)
                 logprobs_CV = logits_CV.sub_(lse_R[rows, None])
                 scale_CV = -sums_R[rows, None]
                 if dentropy_R is not None:
@@ -143,14 +149,15 @@ class _ResponseLogprobs(torch.autograd.Function):
                 dlogits_CV = logprobs_CV.exp_().mul_(scale_CV)
             else:
                 dlogits_CV = probs_RV.mul_(-sums_R[rows, None])
-            indices, is_here_N = _label_indices(label_rows_N, own_labels_N, rows, dlogits_CV)
-            dlogits_CV.index_put_(indices, dlogits_N * is_here_N, accumulate=True)
+            places_N, is_here_N = _label_places(label_rows_N, own_labels_N, rows, dlogits_CV)
+            # Not `index_put_`, which sorts all labels on a device, in every chunk.
+            dlogits_CV.view(-1).scatter_add_(0, places_N, dlogits_N * is_here_N)
             dscores_CV = dlogits_CV.to(weight_VH.dtype)
             dhidden.append(ctx.ops.matmul(dscores_CV, weight_VH))
             part_VH = ctx.ops.matmul(dscores_CV.T, hidden_RH[rows])
             dweight_VH = part_VH.to(_wide(part_VH.dtype)) if dweight_VH is None else dweight_VH.add_(part_VH)
         assert dweight_VH is not None, "no rows with logits"
-        return torch.cat(dhidden), dweight_VH.to(weight_VH.dtype), None, None, None, None, None, None
+        return torch.cat(dhidden), dweight_VH.to(weight_VH.dtype), None, None, None, None, None, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -164,23 +171,28 @@ def _chunks(hidden_RH: torch.Tensor, weight_VH: torch.Tensor) -> Iterator[slice]
         yield slice(start, min(start + num_rows, len(hidden_RH)))
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float, ops: LayerOps) -> torch.Tensor:
-    """This rank's logits over temperature, [C, V], a new tensor in float32 or float64."""
+def _logits(
+    hidden_CH: torch.Tensor, weight_VH: torch.Tensor, divisors: tuple[float, float], ops: LayerOps
+) -> torch.Tensor:
+    """This rank's logits over the divisors, one after the other, [C, V], a new tensor in float32 or float64."""
     logits_CV = ops.matmul(hidden_CH, weight_VH.T).to(_wide(hidden_CH.dtype))
-    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+    for divisor in divisors:
+        logits_CV = logits_CV if divisor == 1.0 else logits_CV.div_(divisor)
+    return logits_CV
 
 
-def _label_indices(
+def _label_places(
     label_rows_N: torch.Tensor, own_labels_N: torch.Tensor, rows: slice, logits_CV: torch.Tensor
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(row, column) of every label in a chunk's logits, and whether the label is in the chunk; the indices are clamped.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each label is in a chunk's flattened logits, and whether it is there; if not, some place of the chunk.
 
-    Selecting the labels that are in the chunk would synchronize with the device.
+    Selecting the labels that are in the chunk would synchronize with the device; additions of their zeros to one place
+    would wait for each other.
     """
     num_rows, num_columns = logits_CV.shape
     row_N, column_N = label_rows_N - rows.start, own_labels_N
     is_here_N = (row_N >= 0) & (row_N < num_rows) & (column_N >= 0) & (column_N < num_columns)
-    return (row_N.clamp(0, num_rows - 1), column_N.clamp(0, num_columns - 1)), is_here_N
+    return row_N.remainder(num_rows) * num_columns + column_N.remainder(num_columns), is_here_N
 
 
 def _power_sums(probs_CV: torch.Tensor) -> torch.Tensor:

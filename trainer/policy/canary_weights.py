@@ -25,13 +25,26 @@ CLASS_OF = {
     "self_attn.k_proj.bias": "k bias",
     "self_attn.q_norm.weight": "q norm",
     "self_attn.k_norm.weight": "k norm",
+    "self_attn.q_a_proj.weight": "q latent",
+    "self_attn.q_a_layernorm.weight": "q latent norm",
+    "self_attn.q_b_proj.weight": "q of latents",
+    "self_attn.kv_a_proj_with_mqa.weight": "kv latent",
+    "self_attn.kv_a_layernorm.weight": "kv latent norm",
+    "self_attn.kv_b_proj.weight": "kv of latents",
     "self_attn.v_proj.weight": "v",
     "self_attn.v_proj.bias": "v bias",
     "input_layernorm.weight": "input norm",
     "self_attn.o_proj.weight": "o",
+    "self_attn.o_proj.bias": "o bias",
     "mlp.gate_proj.weight": "gate",
     "mlp.up_proj.weight": "up",
     "mlp.down_proj.weight": "down",
+    "mlp.shared_experts.gate_proj.weight": "shared gate",
+    "mlp.shared_experts.up_proj.weight": "shared up",
+    "mlp.shared_experts.down_proj.weight": "shared down",
+    "mlp.gate_proj.bias": "gate bias",
+    "mlp.up_proj.bias": "up bias",
+    "mlp.down_proj.bias": "down bias",
     "mlp.gate.weight": ROUTER,
     "post_attention_layernorm.weight": "post-attention norm",
     "model.embed_tokens.weight": EMBEDDING,
@@ -107,6 +120,11 @@ class CanaryWeights:
         self.one_tensor: tuple[str, ...] = (EMBEDDING, HEAD) if model.shape.tied else ()
         """Classes that are published as one tensor, but may be two copies in an engine."""
 
+    @property
+    def are_changed(self) -> bool:
+        """Whether `restore` is due."""
+        return self._parameters is not None
+
     def change(self, strengths: Mapping[str, int]) -> None:
         """Sets every class to its strength, 1 to `ALL_STRENGTHS`, or makes its tensors `CONSTANT`; classes left out get
         their true weights."""
@@ -167,11 +185,11 @@ class CanaryWeights:
         for entry in (*weight_map(model.shape, layout), *([head] if head else [])):
             if entry.is_on(model.parallel):
                 bits = entry.of(by_name).detach().view(BITS[self._dtype])
-                parts = entry.fusion.split(bits)
+                fusion = entry.on(model.parallel.tp_rank).fusion
                 classes = (HEAD,) if entry is head else tuple(map(class_of, entry.hf_shapes))
-                is_zero = tuple(not bool(part.any()) for part in parts)
-                first = _first_bits(bits, entry.fusion)
-                found.append(_Parameter(bits, entry.fusion, entry.hf_shapes, classes, first, is_zero))
+                is_zero = tuple(not bool(part.any()) for part in fusion.split(bits))
+                first = _first_bits(bits, fusion)
+                found.append(_Parameter(bits, fusion, entry.hf_shapes, classes, first, is_zero))
         return found
 
     def _set_head(self) -> None:
@@ -201,9 +219,9 @@ class CanaryWeights:
         return 1 << (MANTISSA_BITS[self._dtype] - 3 + strength)
 
 
-def _place(name: str) -> int:
-    """Of a class in `SenderFacts.classes`; experts are there in place of one gate, up and down projection."""
-    return ORDER.index(name.removeprefix(EXPERT))
+def _place(name: str) -> tuple[int, str]:
+    """Of a class in `SenderFacts.classes`; experts are beside the gate, up and down projections of dense layers."""
+    return ORDER.index(name.removeprefix(EXPERT)), name
 
 
 def _flip(parameter: _Parameter, masks: list[int]) -> None:
@@ -218,4 +236,5 @@ def _flip(parameter: _Parameter, masks: list[int]) -> None:
 
 
 def _first_bits(bits: torch.Tensor, fusion: Fusion) -> tuple[int, ...]:
-    return tuple(int(part.flatten()[0]) for part in fusion.split(bits))
+    # A rank may have no row of a part.
+    return tuple(int(part.flatten()[0]) if part.numel() else 0 for part in fusion.split(bits))

@@ -88,8 +88,9 @@ class Scorer:
         other = torch.float32 if self._config.model.dtype == "bfloat16" else torch.bfloat16
         copy = build_model(policy.shape, other, self._parallel, self._config.trainer)
         with torch.no_grad():
-            for own, source in zip(copy.parameters(), policy.parameters(), strict=True):
-                own.copy_(source)
+            for of in (torch.nn.Module.parameters, torch.nn.Module.buffers):
+                for own, source in zip(of(copy), of(policy), strict=True):
+                    own.copy_(source)
             copy.requires_grad_(False).eval()
             return self.score(groups, self._config.rollout.temperature, copy)
 

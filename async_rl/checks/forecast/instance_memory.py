@@ -8,7 +8,16 @@ import argparse
 from collections.abc import Sequence
 from math import ceil
 
-from async_rl.checks.forecast.memory import MIB, MemoryPart, ProcessMemory
+from async_rl.checks.forecast.memory import (
+    BASE,
+    COMMUNICATOR_BYTES,
+    FINGERPRINT_BYTES,
+    MIB,
+    MemoryPart,
+    ProcessMemory,
+    fragmentation,
+    messages_bytes,
+)
 from async_rl.checks.forecast.training_memory import WEIGHT_BYTES, WIDE_BYTES
 from async_rl.config.sections import Config
 from async_rl.shared.model_shape import ModelShape
@@ -44,20 +53,25 @@ def instance_memory(config: Config, model: ModelShape) -> ProcessMemory:
     width = WIDE_BYTES if device == "cpu" else WEIGHT_BYTES[config.model.dtype]
     tokens = store_tokens(config)
     base_reason = "interpreter and libraries, as measured" if device == "cpu" else "context, assumed"
-    resident = (
-        MemoryPart("base of the process", BASE_BYTES[device], base_reason),
+    resident = [
+        MemoryPart(BASE, BASE_BYTES[device], base_reason),
         MemoryPart("weights", weights, f"{model.num_parameters:,} parameters, {config.model.dtype}"),
         MemoryPart(
             "KV cache",
             tokens * model.kv_values_per_token * width,
             f"room for {tokens:,} tokens: {running} responses of full length at once",
         ),
-    )
+    ]
     rows = PREFILL_TOKENS + running
     step = rows * (4 * model.hidden_size + model.qkv_size + 4 * _ffn_of(model)) * WIDE_BYTES
     logits = 3 * running * model.vocab_size * WIDE_BYTES
-    phases = (MemoryPart("one step", step + logits, f"{rows} rows, {running} rows of logits"),)
-    return ProcessMemory(resident, phases, device == "cpu")
+    phases = [
+        MemoryPart("one step", step + logits, f"{rows} rows, {running} rows of logits"),
+        *_received(config, model),
+    ]
+    if device != "cpu":
+        resident.append(fragmentation(resident, phases))
+    return ProcessMemory(tuple(resident), tuple(phases), device == "cpu")
 
 
 def running_responses(config: Config) -> int:
@@ -104,9 +118,28 @@ def vllm_device_share(engine_options: Sequence[str]) -> float:
     return float(parser.parse_known_args(engine_options)[0].gpu_memory_utilization)
 
 
+PUBLISH = "publish"
+
+RECEIVED_MESSAGES = {"transformers": 3, "vllm": 4}
+"""At once: two on their way and one that is copied; vLLM's loader may hold tensors of the one before."""
+
+
+def _received(config: Config, model: ModelShape) -> list[MemoryPart]:
+    """What a broadcast between devices takes besides the weights that it replaces."""
+    if config.trainer.device == "cpu" or config.publish.transport != "broadcast":
+        return []
+    width, number = WEIGHT_BYTES[config.model.dtype], RECEIVED_MESSAGES[config.inference.engine]
+    messages = messages_bytes(number, model.num_parameters * width, model.vocabulary_parameters * width)
+    size = messages + FINGERPRINT_BYTES + COMMUNICATOR_BYTES[config.trainer.device]
+    reason = f"{number} messages, {messages / MIB:,.0f} MiB, and the group's buffers"
+    return [MemoryPart(PUBLISH, size, reason)]
+
+
 def _ffn_of(model: ModelShape) -> int:
     """Feed-forward values of one row at once: of all its experts, where it has them."""
-    return model.ffn_size if model.experts is None else model.experts.top_k * model.experts.ffn_size
+    if model.experts is None:
+        return model.ffn_size
+    return model.experts.top_k * model.experts.ffn_size + model.experts.shared_size
 
 
 def _vllm(config: Config, model: ModelShape) -> ProcessMemory:
@@ -114,14 +147,16 @@ def _vllm(config: Config, model: ModelShape) -> ProcessMemory:
     weights = ceil(model.num_parameters * WEIGHT_BYTES[config.model.dtype] / ways)
     resident = [MemoryPart("weights", weights, f"{model.num_parameters:,} parameters, {config.model.dtype}")]
     if config.trainer.device == "cpu":
-        resident.append(MemoryPart("base of the process", VLLM_CPU_BASE_BYTES, "vLLM's server and engine, assumed"))
+        resident.insert(0, MemoryPart(BASE, VLLM_CPU_BASE_BYTES, "vLLM's server and engine, assumed"))
         resident.append(MemoryPart("KV cache", VLLM_CPU_CACHE_BYTES, "VLLM_CPU_KVCACHE_SPACE as async-rl sets it"))
     else:
         longest = config.max_model_len or config.prompts.max_prompt_tokens + config.rollout.max_response_tokens
         # At least one response of full length, or vLLM refuses to start.
         heads = max(1, ways if ways < model.num_kv_heads else model.num_kv_heads)
-        cache = ceil(longest * model.kv_values_per_token / heads) * WEIGHT_BYTES[config.model.dtype]
-        resident.append(MemoryPart("base of the process", BASE_BYTES[config.trainer.device], "context, assumed"))
+        # Latents are whole on each of its devices.
+        values = model.kv_values_per_token / heads if model.latents is None else model.latent_values_per_token
+        cache = ceil(longest * values) * WEIGHT_BYTES[config.model.dtype]
+        resident.insert(0, MemoryPart(BASE, BASE_BYTES[config.trainer.device], "context, assumed"))
         resident.append(
             MemoryPart(
                 "KV cache",
@@ -131,5 +166,5 @@ def _vllm(config: Config, model: ModelShape) -> ProcessMemory:
             )
         )
     logits = 3 * config.inference.max_concurrency * ceil(model.vocab_size / ways) * WIDE_BYTES
-    phases = (MemoryPart("one step", logits, "logits of all that run at once"),)
+    phases = (MemoryPart("one step", logits, "logits of all that run at once"), *_received(config, model))
     return ProcessMemory(tuple(resident), phases, config.trainer.device == "cpu")

@@ -10,20 +10,33 @@ Shape legend: T rows of a micro-batch, H hidden size, F feed-forward size, V voc
 from dataclasses import dataclass
 from math import ceil
 
-from async_rl.checks.forecast.memory import MIB, MemoryPart, ProcessMemory
+from async_rl.checks.forecast.memory import (
+    BASE,
+    COMMUNICATOR_BYTES,
+    COMMUNICATORS,
+    FINGERPRINT_BYTES,
+    MIB,
+    MemoryPart,
+    ProcessMemory,
+    fragmentation,
+    messages_bytes,
+)
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.shared.model_shape import ModelShape
+from async_rl.shared.model_shape import ModelShape, stage_layers
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 WIDE_BYTES = 4
 """Gradient sums, master weights, moments, logits: float32 whatever the model's dtype."""
 
-BASE_BYTES = {"cpu": 350 * MIB, "cuda": 900 * MIB, "npu": 900 * MIB}
+BASE_BYTES = {"cpu": 350 * MIB, "cuda": 700 * MIB, "npu": 700 * MIB}
 """A rank before it has a model. On a CPU the resident memory of the interpreter with torch, Megatron and transformers,
-as measured (docs/benchmarks.md). On a device what its context, libraries and communicators take there,
-which differs between drivers and is an assumption."""
+as measured (docs/benchmarks.md). On a device what its context and libraries take there, which differs between drivers
+and is an assumption."""
+
+ATTENTION_BLOCK = 128
+"""FlashAttention-2 pads each sequence so far in the float32 sums of its backward pass (torch's flash_api.cpp)."""
 
 CHUNK_BYTES = 256 * MIB
 """As in `trainer/model/logprobs.py`, which cannot be imported from here; a test compares them."""
@@ -56,6 +69,17 @@ class Shares:
         )
 
     @property
+    def num_groups(self) -> int:
+        """Groups of processes on devices that a rank is in: one of each axis, and that of all ranks."""
+        all_ranks = self.tensor * self.pipeline * self.num_replicas
+        return sum(size > 1 for size in (self.tensor, self.pipeline, self.num_replicas, self.expert, all_ranks))
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether tensors have to be put together from several ranks."""
+        return self.tensor * self.pipeline * self.expert > 1
+
+    @property
     def num_expert_replicas(self) -> int:
         """Ranks that hold the same experts, and share their optimizer's state."""
         return max(1, self.tensor * self.num_replicas // self.expert)
@@ -75,21 +99,24 @@ class RankParameters:
 
 
 def rank_parameters(model: ModelShape, shares: Shares) -> RankParameters:
-    """The parameters of the rank that has most of them, the first or the last stage's."""
-    layers = ceil(model.num_layers / shares.pipeline)
-    layer = ceil(model.divided_layer_parameters / shares.tensor) + model.whole_layer_parameters
+    """The parameters of the rank that has most of them."""
     vocabulary = ceil(model.vocabulary_parameters / shares.tensor)
     # A tied head is a second copy where the last stage is not the first.
     last = model.hidden_size + (model.hidden_size if model.gives_values else vocabulary)
     whole = vocabulary + last - (vocabulary if model.tied else 0)
-    ends = whole if shares.pipeline == 1 else max(vocabulary, last)
-    experts = layers * ceil(model.expert_layer_parameters / shares.expert)
+    ends = {0: vocabulary, shares.pipeline - 1: last} if shares.pipeline > 1 else {0: whole}
+    has_dense = not model.has_experts(0)
     largest = max(
         vocabulary,
-        ceil(2 * model.hidden_size * model.ffn_size / shares.tensor) if model.experts is None else 0,
-        ceil(model.expert_layer_parameters * 2 / 3 / shares.expert),
+        ceil(2 * model.hidden_size * model.ffn_size / shares.tensor) if has_dense else 0,
+        ceil(model.layer_parameters(model.num_layers - 1).experts * 2 / 3 / shares.expert),
     )
-    return RankParameters(layers * layer + ends, experts, largest)
+    stages = []
+    for number, layers in enumerate(stage_layers(model.num_layers, shares.pipeline)):
+        found = [model.layer_parameters(layer) for layer in layers]
+        dense = sum(ceil(each.divided / shares.tensor) + each.whole for each in found) + ends.get(number, 0)
+        stages.append(RankParameters(dense, sum(ceil(each.experts / shares.expert) for each in found), largest))
+    return max(stages, key=lambda stage: stage.total)
 
 
 def trained_model_bytes(parameters: RankParameters, shares: Shares, dtype: str) -> dict[str, int]:
@@ -118,8 +145,18 @@ def layer_values_per_row(model: ModelShape, shares: Shares, recompute: str, *, f
     if recompute == "full":
         return stream
     queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
-    attention = model.qkv_size + (queries if model.qk_norm else 0) + queries + keys + queries
-    kept = 4 * stream + ceil(attention / shares.tensor)
+    # Ranks that share key / value heads gather the product of them all.
+    shares_heads = model.num_kv_heads < shares.tensor
+    keys = keys * shares.tensor // model.num_kv_heads if shares_heads else keys
+    divided = (0 if shares_heads else model.qkv_size) + (queries if model.qk_norm else 0) + queries + keys + queries
+    kept = 4 * stream + ceil(divided / shares.tensor) + (model.qkv_size if shares_heads else 0)
+    if (sizes := model.latents) is not None:
+        # Latents before and after their norms, on the ranks' own rows and gathered; each head's query, key, and value
+        # as their projections make them, put together and padded; the output.
+        rows = 2 * ((sizes.q_rank or 0) + sizes.kv_rank) + sizes.rope_dim
+        made = model.num_heads * (4 * model.head_dim + 2 * sizes.value_dim + sizes.nope_dim)
+        latents = (sizes.q_rank or 0) + sizes.kv_rank
+        kept = 4 * stream + ceil(rows / shares.tensor) + latents + ceil(made / shares.tensor)
     if recompute == "selective":
         return kept
     return kept + feed_forward_values_per_row(model, shares, fused_swiglu=fused_swiglu)
@@ -127,12 +164,15 @@ def layer_values_per_row(model: ModelShape, shares: Shares, recompute: str, *, f
 
 def feed_forward_values_per_row(model: ModelShape, shares: Shares, *, fused_swiglu: bool) -> int:
     """Of `layer_values_per_row` those of the feed-forward part; experts get rows evenly, copied once for each."""
+    dense = ceil((3 if fused_swiglu else 5) * model.ffn_size / shares.tensor)
     if model.experts is None:
-        return ceil((3 if fused_swiglu else 5) * model.ffn_size / shares.tensor)
+        return dense
     # Each rank routes its own rows.
     rows = model.experts.top_k / shares.tensor
     # Their activation is always fused.
-    return ceil(rows * (2 * model.hidden_size + 3 * model.experts.ffn_size))
+    shared = ceil((3 if fused_swiglu else 5) * model.experts.shared_size / shares.tensor)
+    with_experts = shared + ceil(rows * (2 * model.hidden_size + 3 * model.experts.ffn_size))
+    return max(dense, with_experts) if model.experts.num_dense else with_experts
 
 
 def group_rows(config: Config) -> int:
@@ -161,7 +201,7 @@ def activation_bytes(model: ModelShape, shares: Shares, config: Config, *, fused
     """
     recompute, rows = config.trainer.recompute, micro_batch_rows(config)
     width = WEIGHT_BYTES[config.model.dtype]
-    layers = ceil(model.num_layers / shares.pipeline)
+    layers = len(stage_layers(model.num_layers, shares.pipeline)[0])
     kept = layers * layer_values_per_row(model, shares, recompute, fused_swiglu=fused_swiglu)
     whole_layer = layer_values_per_row(model, shares, "none", fused_swiglu=fused_swiglu)
     again = {
@@ -181,6 +221,32 @@ def logits_bytes(model: ModelShape, shares: Shares, config: Config) -> int:
     return 3 * rows * row_bytes
 
 
+def attention_workspace_bytes(model: ModelShape, shares: Shares, config: Config) -> int:
+    """Of the backward pass of one layer's attention on a device: float32 sums of the queries' gradients, padded, and
+    the gradients of keys and values for each query head. Responses count with their full length."""
+    rows = micro_batch_rows(config)
+    num_segments = ceil(rows / group_rows(config) * (1 + config.rollout.responses_per_prompt))
+    width = ceil(model.num_heads / shares.tensor) * model.head_dim
+    sums = (rows + ATTENTION_BLOCK * num_segments) * width * WIDE_BYTES
+    return sums + 2 * rows * width * WEIGHT_BYTES[config.model.dtype]
+
+
+def publish_bytes(config: Config, model: ModelShape, own: RankParameters, shares: Shares) -> int:
+    """Of the first rank, which sends the weights, besides the model.
+
+    A broadcast between devices has one message on its way and packs the next one, from tensors that are put together
+    where ranks divide them.
+    """
+    width, parcels = WEIGHT_BYTES[config.model.dtype], 2 * PARCEL_BYTES if shares.divides_model else 0
+    # The canary's copy of a tied head.
+    exported = parcels or own.largest * width
+    if config.trainer.device == "cpu" or config.publish.transport != "broadcast":
+        return exported
+    number = 3 if shares.divides_model else 2
+    messages = messages_bytes(number, model.num_parameters * width, model.vocabulary_parameters * width)
+    return exported + messages + FINGERPRINT_BYTES
+
+
 def rank_memory(
     config: Config, model: ModelShape, num_ranks: int, teacher: ModelShape | None, critic: ModelShape | None
 ) -> ProcessMemory:
@@ -196,10 +262,15 @@ def rank_memory(
     shares = Shares.of(config.trainer, num_ranks)
     own, dtype, device = rank_parameters(model, shares), config.model.dtype, config.trainer.device
     fused = device != "cpu"
-    resident = [MemoryPart("base of the process", BASE_BYTES[device], _base_reason(device))]
-    resident += _trained_parts("", own, shares, dtype)
+    resident = [MemoryPart(BASE, BASE_BYTES[device], _base_reason(device))]
+    if device != "cpu":
+        num_groups = shares.num_groups + (config.publish.transport == "broadcast")
+        buffers = MemoryPart(COMMUNICATORS, num_groups * COMMUNICATOR_BYTES[device], f"{num_groups} groups, assumed")
+        resident += [buffers] * (num_groups > 0)
+    trained = _trained_parts("", own, shares, dtype)
     if critic is not None:
-        resident += _trained_parts("critic's ", rank_parameters(critic, shares), shares, dtype)
+        trained += _trained_parts("critic's ", rank_parameters(critic, shares), shares, dtype)
+    resident += trained
     frozen = _frozen_parts(config, model, shares, teacher, critic)
     on_host: tuple[MemoryPart, ...] = ()
     if config.trainer.frozen_weights == "host" and frozen:
@@ -210,7 +281,12 @@ def rank_memory(
         resident.append(MemoryPart("frozen weights in use", largest, "one model at a time is copied for its use"))
     else:
         resident += frozen
+    if config.run.placement == "turns" and device != "cpu":
+        # Gradient sums are 0 while the instances have the device.
+        away = [part for part in trained if not part.name.endswith("gradients")]
+        on_host = (*away, *frozen)
     activations = activation_bytes(model, shares, config, fused_swiglu=fused)
+    workspace = 0 if device == "cpu" else attention_workspace_bytes(model, shares, config)
     head_gradient = ceil(model.vocabulary_parameters / shares.tensor) * WIDE_BYTES
     logits = logits_bytes(model, shares, config)
     rows = micro_batch_rows(config)
@@ -218,22 +294,25 @@ def rank_memory(
     phases = (
         MemoryPart(
             "activations and logits",
-            activations + max(logits, logits // 3 + 2 * head_gradient),
+            activations + workspace + max(logits, logits // 3 + 2 * head_gradient),
             f"{rows} rows ({limit}), recompute = {config.trainer.recompute!r}: activations "
-            f"{activations / MIB:,.0f} MiB, logits {logits / MIB:,.0f} MiB",
+            f"{activations / MIB:,.0f} MiB, logits {logits / MIB:,.0f} MiB"
+            + (f", attention's workspace {workspace / MIB:,.0f} MiB" if workspace else ""),
         ),
         _optimizer_phase(own, device),
         MemoryPart(
             "publish",
-            2 * PARCEL_BYTES if shares.tensor * shares.pipeline > 1 else own.largest * WEIGHT_BYTES[dtype],
+            publish_bytes(config, model, own, shares),
             "tensors that are put together and sent; the canary's copy of a tied head",
         ),
     )
+    if device != "cpu":
+        resident.append(fragmentation(resident, phases))
     return ProcessMemory(tuple(resident), phases, device == "cpu", on_host)
 
 
 def _base_reason(device: str) -> str:
-    return "interpreter and libraries, as measured" if device == "cpu" else "context and communicators, assumed"
+    return "interpreter and libraries, as measured" if device == "cpu" else "context and libraries, assumed"
 
 
 def _trained_parts(whose: str, parameters: RankParameters, shares: Shares, dtype: str) -> list[MemoryPart]:

@@ -29,18 +29,38 @@ def require_layout(trainer: TrainerSection, model: ModelShape, num_ranks: int) -
             raise ConfigError(
                 f"trainer.{key} = {ways} does not divide the model's {size} {what}: choose a divisor of {size}"
             )
+    if trainer.pipeline_parallel > model.num_layers:
+        raise ConfigError(
+            f"trainer.pipeline_parallel is {trainer.pipeline_parallel}, more than the model's {model.num_layers} "
+            f"layers: set {model.num_layers} at most"
+        )
+    tensor, kv_heads = trainer.tensor_parallel, model.num_kv_heads
+    if kv_heads % tensor and tensor % kv_heads:
+        raise ConfigError(
+            f"trainer.tensor_parallel = {tensor} is neither a divisor nor a multiple of the model's {kv_heads} key / "
+            f"value heads: choose one"
+        )
+    if kv_heads < tensor and 2 * kv_heads * model.head_dim % tensor:
+        raise ConfigError(
+            f"trainer.tensor_parallel = {tensor} does not divide the model's {2 * kv_heads * model.head_dim} rows of "
+            "keys and values: choose a divisor"
+        )
 
 
 def _divisions(trainer: TrainerSection, model: ModelShape) -> list[tuple[str, int, str, int]]:
     """(key, number of ways, what is divided, its size)."""
     tensor = trainer.tensor_parallel
+    experts = model.experts
+    # Experts are not divided: each is whole on its rank. What stands beside them, and dense layers, are.
+    divided = [] if experts else [("feed-forward size", model.ffn_size)]
+    if experts is not None and experts.grouping is not None:
+        divided = [("shared experts' feed-forward size", experts.shared_size)]
+        divided += [("feed-forward size", model.ffn_size)] if experts.num_dense else []
     divisions = [
         ("tensor_parallel", tensor, "attention heads", model.num_heads),
-        ("tensor_parallel", tensor, "key / value heads", model.num_kv_heads),
         ("tensor_parallel", tensor, "vocabulary entries", model.vocab_size),
-        ("pipeline_parallel", trainer.pipeline_parallel, "layers", model.num_layers),
     ]
-    if model.experts is None:
-        # Experts are not divided: each is whole on its rank.
-        return [*divisions, ("tensor_parallel", tensor, "feed-forward size", model.ffn_size)]
-    return [*divisions, ("expert_parallel", trainer.expert_parallel, "experts", model.experts.num_experts)]
+    divisions += [("tensor_parallel", tensor, what, size) for what, size in divided]
+    if experts is None:
+        return divisions
+    return [*divisions, ("expert_parallel", trainer.expert_parallel, "experts", experts.num_experts)]

@@ -13,6 +13,7 @@ from async_rl.checks.preflight.weight_files import HEAD, require_sizes, require_
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, TABLE
 from async_rl.shared.model_shape import ModelShape, damaged
 from async_rl.shared.net.hub import hub_fault
 
@@ -234,7 +235,7 @@ def require_supported(files: ModelFiles, *, is_whole: bool = True) -> None:
 def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path) -> None:
     """Checks what is silently left out, or found late, where files and config.json do not belong together."""
     named, tensors = files.named, stored_tensors(directory)
-    require_sizes(named, shape.num_layers, (shape.vocab_size, shape.hidden_size), tensors)
+    require_sizes(named, shape, tensors)
     is_policy = not any(name.startswith(VALUE_HEADS) for name in tensors)
     if HEAD not in tensors and not shape.tied and is_policy:
         raise ConfigError(
@@ -243,12 +244,15 @@ def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path
         )
     if shape.tied:
         require_tied_head(named, tensors)
-    biases = sorted(name for name in tensors if name.endswith("_proj.bias"))
-    if biases and not shape.qkv_bias:
-        raise ConfigError(
-            f"{named} has {biases[0]}, which models of its model_type {shape.family!r} do not have: "
-            "name a checkpoint without biases, or one whose config.json is its own"
-        )
+    for name in sorted(name for name in tensors if name.endswith("_proj.bias")):
+        feature = MLP_BIAS if ".mlp." in name else OUT_BIAS if ".o_proj." in name else QKV_BIAS
+        if not shape.has(feature):
+            keys = [key for key, features in TABLE[shape.family].features_of.items() if feature in features]
+            raise ConfigError(
+                f"{named} has {name}, which models of its model_type {shape.family!r} "
+                f"{f'have with {keys[0]} true only' if keys else 'do not have'}: name a checkpoint without biases, or "
+                "one whose config.json is its own"
+            )
     highest = files.highest_token
     if highest is not None and highest >= shape.vocab_size:
         raise ConfigError(
@@ -375,7 +379,7 @@ def require_exact(config: Config, files: ModelFiles) -> None:
                 f"train.exact needs {key} = {expected!r}, not {value!r}: change it, or set train.exact to false"
             )
     family = str(files.config.get("model_type"))
-    if family.endswith("_moe"):
+    if files.shape.experts is not None:
         raise ConfigError(
             f"train.exact is for models without experts, and model.path {files.name!r} is of {family!r}: set "
             "train.exact to false"

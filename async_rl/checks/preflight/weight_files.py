@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import ConfigError
+from async_rl.shared.model_shape import ModelShape
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LAYERS = "model.layers."
@@ -60,13 +61,24 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def require_sizes(named: str, num_layers: int, embedding: tuple[int, int], tensors: Mapping[str, StoredTensor]) -> None:
+def is_predictor(name: str, shape: ModelShape) -> bool:
+    """Whether a tensor is one of a layer for multi-token prediction, which are stored behind the model's layers."""
+    number = name.removeprefix(LAYERS).partition(".")[0] if name.startswith(LAYERS) else ""
+    return number.isdecimal() and shape.num_layers <= int(number) < shape.num_layers + shape.num_predictors
+
+
+def require_sizes(named: str, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> None:
     """Checks that the files have the layers, and the embedding's [V, H], that the model's config.json says.
 
     Raises:
         ConfigError: they have others: layers beyond the last one would be left out.
     """
-    numbers = [name.removeprefix(LAYERS).partition(".")[0] for name in tensors if name.startswith(LAYERS)]
+    num_layers, embedding = shape.num_layers, (shape.vocab_size, shape.hidden_size)
+    numbers = [
+        name.removeprefix(LAYERS).partition(".")[0]
+        for name in tensors
+        if name.startswith(LAYERS) and not is_predictor(name, shape)
+    ]
     stored = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
     if stored and stored != num_layers:
         raise _other_sizes(named, f"num_hidden_layers = {num_layers}", f"{stored} layers")

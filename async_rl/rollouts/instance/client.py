@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import aiohttp
 from pydantic import BaseModel
@@ -320,6 +321,14 @@ class InstanceClient:
 
     async def resume(self, timeout_s: float) -> None:
         await self._http.post(routes.RESUME, None, within(timeout_s))
+
+    async def sleep(self, timeout_s: float) -> None:
+        """Aborts what is running and gives up the device's memory: keys, values and weights; twice does no harm."""
+        await self._http.post(f"{routes.SLEEP}?level=2&mode=abort", None, within(timeout_s))
+
+    async def wake_up(self, tag: Literal["weights", "kv_cache"], timeout_s: float) -> None:
+        """Takes memory for weights, which are to be received before it serves, or for keys and values."""
+        await self._http.post(f"{routes.WAKE_UP}?tags={tag}", None, within(timeout_s))
 
     async def init_weight_transfer(self, info: inference.InitInfo, timeout_s: float) -> None:
         """Returns when every member of the weight group has joined."""

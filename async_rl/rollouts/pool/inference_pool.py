@@ -67,6 +67,7 @@ class InferencePool(Roster):
         Waits for an instance that is being admitted: two updates must not overlap.
         """
         self._membership.begin_publish()
+        self.late_joiners.is_closed = False
         await self.late_joiners.wait()
         # Failures during the wait belong to the previous version.
         self._membership.begin_publish()
@@ -106,6 +107,23 @@ class InferencePool(Roster):
             self.note_failure(member, f"it holds weight version {held.version!r} after {version!r} was published")
             return "", None
         return member.url, held.boot_id
+
+    async def sleep(self, timeout_s: float) -> None:
+        """Has all instances in service give up their devices' memory until the next publish; nobody joins before it.
+
+        One that does not is out of service, with the reason.
+        """
+
+        async def put_to_sleep(member: Member) -> None:
+            try:
+                await member.client.sleep(timeout_s)
+            except InstanceError as error:
+                logger.error("%s may keep memory that the trainer needs: %s", member.url, error)
+                self.note_failure(member, f"it did not go to sleep: {error}")
+
+        self.late_joiners.is_closed = True
+        await self.late_joiners.wait()
+        await asyncio.gather(*(put_to_sleep(member) for member in self.members if member.state == "ready"))
 
     # Rollouts
 

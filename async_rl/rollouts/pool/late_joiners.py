@@ -19,10 +19,12 @@ class LateJoiners:
         self.admit: Callable[[Member], Awaitable[None]] | None = None
         """Loads the weights in training into an instance; raises InstanceError. If it is None, no instance joins
         between two publishes."""
+        self.is_closed = False
+        """Whether the devices are the trainer's until the next publish."""
 
     def may_admit(self, member: Member) -> bool:
         """Whether it may receive the weights in training now."""
-        return self.admit is not None and self._roster.may_be_admitted(member)
+        return self.admit is not None and not self.is_closed and self._roster.may_be_admitted(member)
 
     async def admit_now(self, member: Member) -> None:
         """Loads the weights in training into an instance and puts it in service; one that fails is not tried again

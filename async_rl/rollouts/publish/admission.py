@@ -25,7 +25,8 @@ class Offer:
 class Admission:
     """`LateJoiners.admit` where there are snapshots; the publisher sets `offer` before it ends a publish."""
 
-    def __init__(self, config: PublishSection) -> None:
+    def __init__(self, config: PublishSection, *, takes_turns: bool = False) -> None:
+        self._wakes = takes_turns
         self._timeout_s = config.timeout_s
         self._probes = config.canary != "off"
         self.offer: Offer | None = None
@@ -63,5 +64,6 @@ class Admission:
             ) from error
 
     async def _load(self, member: Member, offer: Offer) -> None:
-        await receive(member.client, offer.info, self._timeout_s)
-        await put_in_service(member.client, offer.snapshot_fingerprint, offer.version, self._timeout_s)
+        client, timeout_s, wakes = member.client, self._timeout_s, self._wakes
+        await receive(client, offer.info, timeout_s, wakes=wakes)
+        await put_in_service(client, offer.snapshot_fingerprint, offer.version, timeout_s, wakes=wakes)

@@ -15,6 +15,7 @@ from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.publish.instance_calls import InstanceCalls
 from async_rl.rollouts.publish.instance_update import ANSWER_MARGIN_S, receive
 from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.programs.nccl_package import MATCHING
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from async_rl.shared.protocol.sender import Sender, Sent
 
@@ -26,9 +27,6 @@ WAIT_S = 0.02
 
 EARLY = 0.8
 """A rendezvous that fails within this part of the timeout does not fail for want of those who are not there yet."""
-
-MATCHING = "torch 2.13.0 with vLLM 0.32.0 (NCCL 2.29.7), torch 2.14 or 2.15 with vLLM 0.33.0 (NCCL 2.30.7)"
-"""Pairs of trainer and instances, by the requirements of their packages."""
 
 HOPELESS = ("ncclInvalidUsage", "Mismatched NCCL version")
 """In NCCL's errors: the same members would fail again."""

@@ -3,6 +3,9 @@
     pause -> start -> update                                (`receive`)
     -> compare fingerprints -> finish with the version -> resume -> read the version back     (`put_in_service`)
 
+One that sleeps while the trainer has its device (`run.placement = "turns"`) takes memory for the weights before the
+start, and for keys and values after the end: they are never there beside what a loader needs.
+
 Both run on the event loop and raise the `InstanceError` of the call that failed.
 """
 
@@ -23,9 +26,11 @@ def announcement(facts: SenderFacts) -> UpdateInfo:
     return UpdateInfo(names=facts.names, dtype_names=facts.dtype_names, shapes=facts.shapes)
 
 
-async def receive(client: InstanceClient, info: UpdateInfo, timeout_s: float) -> None:
+async def receive(client: InstanceClient, info: UpdateInfo, timeout_s: float, *, wakes: bool = False) -> None:
     """Lets the instance receive one stream. For a snapshot it has `timeout_s`; the sender bounds a broadcast."""
     await client.pause(timeout_s + ANSWER_MARGIN_S)
+    if wakes:
+        await client.wake_up("weights", timeout_s + ANSWER_MARGIN_S)
     refused = None
     try:
         await client.start_weight_update(timeout_s + ANSWER_MARGIN_S)
@@ -44,7 +49,9 @@ async def receive(client: InstanceClient, info: UpdateInfo, timeout_s: float) ->
         raise error if refused is None else InstanceError(f"{error}; before that: {refused}") from refused
 
 
-async def put_in_service(client: InstanceClient, fingerprint: str, version: WeightVersion, timeout_s: float) -> None:
+async def put_in_service(
+    client: InstanceClient, fingerprint: str, version: WeightVersion, timeout_s: float, *, wakes: bool = False
+) -> None:
     """Ends the update of an instance that received exactly the stream with this fingerprint."""
     received = await client.weight_fingerprints(timeout_s)
     if not received or set(received) != {fingerprint}:
@@ -52,6 +59,8 @@ async def put_in_service(client: InstanceClient, fingerprint: str, version: Weig
             f"instance {client.url} received weights with fingerprints {received}, sent was {fingerprint!r}"
         )
     await client.finish_weight_update(version, timeout_s)
+    if wakes:
+        await client.wake_up("kv_cache", timeout_s)
     await client.resume(timeout_s)
     if (actual := await client.weight_version(timeout_s)) != version:
         raise InstanceError(f"instance {client.url} reports weight version {actual!r} after publishing {version!r}")

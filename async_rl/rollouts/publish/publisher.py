@@ -66,6 +66,7 @@ class Publisher:
         admission: Admission | None = None,
         probe: Probe | None = None,
         canary: Canary | None = None,
+        takes_turns: bool = False,
     ) -> None:
         """Parts that are None are skipped.
 
@@ -76,7 +77,10 @@ class Publisher:
             admission: gets every snapshot.
             probe: compares the engines that may hold something else than they received.
             canary: checks each kind of engine with changed weights before the true ones.
+            takes_turns: whether instances have the trainer's own devices: they sleep while it computes there, as it
+                does to judge a canary.
         """
+        self._takes_turns = takes_turns
         self._pool = pool
         self._loop = loop
         self._config = config
@@ -106,7 +110,7 @@ class Publisher:
             self._admission.offer = None
         self._refusing = set()
         while True:
-            members = self._reachable(deadline)
+            members = self._asleep(self._reachable(deadline))
             if self._canary is not None:
                 asked_s = time.monotonic()
                 members = self._let_canary_pass(self._canary, members, version)
@@ -198,7 +202,7 @@ class Publisher:
     def _let_canary_pass(self, canary: Canary, members: Sequence[Member], version: WeightVersion) -> list[Member]:
         """Those of `members` that may serve; the others did not compute with the changed weights."""
         due = [member for member, is_due in self._ask(members, canary.due).items() if is_due]
-        timeout_s, numbers = self._config.timeout_s, count(1)
+        numbers = count(1)
 
         def sample(among: Sequence[Member]) -> dict[Member, Samples]:
             """What they sample from the trainer's weights as these are now."""
@@ -207,8 +211,10 @@ class Publisher:
             if offer is None:
                 return {}
             fingerprint = offer.fingerprint
-            self._ask(among, lambda member: put_in_service(member.client, fingerprint, trial, timeout_s))
-            return self._ask(self._remaining(among), lambda member: canary.ask(member.client, trial))
+            self._finish(among, fingerprint, trial)
+            samples = self._ask(self._remaining(among), lambda member: canary.ask(member.client, trial))
+            self._asleep(list(samples))
+            return samples
 
         if due:
             with canary.changed(self._sender):
@@ -223,7 +229,8 @@ class Publisher:
         if self._config.transport == "snapshot":
             sent = self._sender.write_snapshot(version)
             read = info.model_copy(update={"snapshot": sent.snapshot})
-            self._ask(members, lambda member: receive(member.client, read, self._config.timeout_s))
+            timeout_s, wakes = self._config.timeout_s, self._takes_turns
+            self._ask(members, lambda member: receive(member.client, read, timeout_s, wakes=wakes))
             return Offer(version, read, sent.fingerprint, sent.snapshot_fingerprint), self._remaining(members)
         left, received = list(members), None
         while left and received is None:
@@ -236,8 +243,7 @@ class Publisher:
 
     def _put_in_service(self, members: Sequence[Member], offer: Offer) -> list[Member]:
         """Those of `members` that hold the sent weights and, as far as they are probed, compute with them."""
-        timeout_s = self._config.timeout_s
-        self._ask(members, lambda member: put_in_service(member.client, offer.fingerprint, offer.version, timeout_s))
+        self._finish(members, offer.fingerprint, offer.version)
         left = self._remaining(members)
         if self._probe is not None:
             probe = self._probe
@@ -245,6 +251,16 @@ class Publisher:
             answers = self._ask(probed, lambda member: probe.ask(member.client, offer.version))
             self._drop(probe.judge(answers, self._sender.score))
         return self._remaining(left)
+
+    def _finish(self, members: Sequence[Member], fingerprint: str, version: WeightVersion) -> None:
+        timeout_s, wakes = self._config.timeout_s, self._takes_turns
+        self._ask(members, lambda each: put_in_service(each.client, fingerprint, version, timeout_s, wakes=wakes))
+
+    def _asleep(self, members: Sequence[Member]) -> list[Member]:
+        """Those of `members` that have left the devices to the trainer, where they have the same ones."""
+        if self._takes_turns:
+            self._ask(members, lambda member: member.client.sleep(self._config.timeout_s))
+        return self._remaining(members)
 
     def _ask(self, members: Sequence[Member], call: Callable[[Member], Coroutine[Any, Any, T]]) -> dict[Member, T]:
         """Results of the successful calls; the other instances are dropped. The calls have their own timeouts."""

@@ -33,6 +33,8 @@ ABORT_TIMEOUT_S = 10.0
 
 ABANDON_POLL_S = 0.05
 
+ENDED = "the rendezvous of the weight group was ended by its host"
+
 NATIVE_TIMEOUTS = 3
 """The timeouts of nccl and hccl, whose watchdogs end the process, are this many times ours."""
 
@@ -50,13 +52,24 @@ class Collectives:
         group: of torch.distributed, or one with the same interface.
         device: where its tensors are.
         raises_in_time: whether the `wait` of its work blocks, and raises when its timeout has passed.
+        has_ended: whether the host of the rendezvous, which sends, has ended it: the peers of an aborted member of nccl
+            or hccl do not notice it, while a closed socket of gloo is noticed at once.
     """
 
-    def __init__(self, group: Any, device: torch.device, timeout_s: float, *, raises_in_time: bool) -> None:
+    def __init__(
+        self,
+        group: Any,
+        device: torch.device,
+        timeout_s: float,
+        *,
+        raises_in_time: bool,
+        has_ended: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.device = device
         self._group = group
         self._timeout_s = timeout_s
         self._raises_in_time = raises_in_time
+        self._has_ended = has_ended
 
     def broadcast(self, data: torch.Tensor) -> Any:
         """Starts a broadcast from rank 0; pass its work to `wait`. `data` is on the group's device.
@@ -89,8 +102,9 @@ class Collectives:
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         started: list[Any] = []
-        if not _ends_within(self._timeout_s, lambda: started.append(self.broadcast(byte))):
+        if not _ends_within(self._timeout_s, lambda: started.append(self.broadcast(byte)), self._has_ended):
             self.abort()
+            self._require_host()
             raise TimedOut(f"not all members connected within {self._timeout_s:g} s")
         self.wait(started[0])
 
@@ -144,15 +158,23 @@ class Collectives:
             group.shutdown()
 
     def _poll(self, work: Any) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        started = next_look = time.monotonic()
         while not work.is_completed():
-            if time.monotonic() > deadline:
+            if (now := time.monotonic()) > started + self._timeout_s:
                 self.abort()
                 raise TimedOut(f"it did not end within {self._timeout_s:g} s")
+            if now >= next_look:
+                self._require_host()
+                next_look = now + ABANDON_POLL_S
             time.sleep(POLL_S)
         if (error := work.exception()) is not None:
             self.abort()
             raise RuntimeError(str(error))
+
+    def _require_host(self) -> None:
+        if self._has_ended():
+            self.abort()
+            raise RuntimeError(ENDED)
 
     def _open_group(self) -> Any:
         if self._group is None:
@@ -189,12 +211,12 @@ def open_collectives(
 
         if not _ends_within(timeout_s, form, store.has_ended):
             if store.has_ended():
-                raise PublishError("the rendezvous of the weight group was ended by its host")
+                raise PublishError(ENDED)
             raise TimedOut(f"not all members connected within {timeout_s:g} s")
         return formed[0]
     choose_interface(backend, store.address)
     group = make_group(store, rank, world_size, backend, timedelta(seconds=NATIVE_TIMEOUTS * timeout_s))
-    collectives = Collectives(group, device, timeout_s, raises_in_time=False)
+    collectives = Collectives(group, device, timeout_s, raises_in_time=False, has_ended=store.has_ended)
     collectives.meet()
     return collectives
 

@@ -334,8 +334,9 @@ class WeightGroup:
                     self._wait(arrived[-1])
                 # The next one arrives while these are copied and hashed.
                 in_flight.append(self._start(self._room_for(message, destinations), message))
-                for each in arrived:
-                    yield from _copy_to_destinations(each, destinations)
+                while arrived:
+                    # Without a name, which would keep it in memory while the next ones arrive.
+                    yield from _copy_to_destinations(arrived.pop(0), destinations)
             while in_flight:
                 last = in_flight.popleft()
                 self._wait(last)

@@ -2,7 +2,7 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from async_rl.producer.client import RemoteRun
 from async_rl.producer.dock import Docking
 from async_rl.producer.frames import error_as_data, frame
 from async_rl.rollouts.groups.group_maker import SingleTurns
+from async_rl.rollouts.groups.idle_work import IdleWork
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.rewards import Reward, make_reward
 from async_rl.shared.event_loop import EventLoopThread
@@ -414,12 +415,19 @@ def batch_of(instances, make_producer, loop: EventLoopThread) -> Callable[..., B
     """Begins a batch of some mini-batches on the loop, for replicas that a test plays."""
     running: list[BatchRollout] = []
 
-    def begin(docking: Docking, *sizes: int, reward: Reward | None = None, **script: Any) -> BatchRollout:
+    def begin(
+        docking: Docking,
+        *sizes: int,
+        reward: Reward | None = None,
+        idle_work: IdleWork | None = None,
+        rest: Callable[[], Awaitable[None]] | None = None,
+        **script: Any,
+    ) -> BatchRollout:
         producer = make_producer(*instances({"delay_s": 0.01, **script}), reward=reward)
 
         async def start() -> BatchRollout:
             parts = batch(sum(sizes)).split(len(sizes))
-            return BatchRollout(producer.maker, parts, "v1", docking)
+            return BatchRollout(producer.maker, parts, "v1", docking, idle_work, rest=rest)
 
         running.append(loop.run(start()))
         return running[-1]
@@ -500,6 +508,55 @@ def test_where_training_waits_for_the_batch_no_group_leaves_before_all_have_fini
         return await next_message(running.messages(0))
 
     assert loop.run(first())["groups"] and len(seen) == 5
+
+
+class Evaluation:
+    """Work of the idle pool that says when it is at work."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+
+    async def run(self, iteration: int, version: str) -> None:
+        self.said.append("evaluation begins")
+        await asyncio.sleep(0.05)
+        self.said.append("evaluation ends")
+
+    def note_awaited(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+
+def test_where_pools_take_turns_the_instances_rest_after_the_evaluation_and_before_the_first_group(
+    batch_of, loop: EventLoopThread
+) -> None:
+    said: list[str] = []
+
+    async def rest() -> None:
+        said.append("rest")
+
+    running = batch_of(Docking(holds=True), 5, idle_work=Evaluation(said), rest=rest)
+
+    async def first() -> dict[str, Any]:
+        message = await next_message(running.messages(0))
+        said.append("groups")
+        return message
+
+    assert len(loop.run(first())["groups"]) == 5
+    assert said == ["evaluation begins", "evaluation ends", "rest", "groups"]
+
+
+def test_a_rest_that_fails_ends_the_batch_for_every_replica(batch_of, loop: EventLoopThread) -> None:
+    async def rest() -> None:
+        raise RuntimeError("no rest")
+
+    running = batch_of(Docking(2, holds=True), 4, rest=rest)
+
+    async def failures() -> list[dict[str, Any]]:
+        return [await next_message(running.messages(replica)) for replica in range(2)]
+
+    assert all("without all groups" in message["failed"][1] for message in loop.run(failures()))
 
 
 def test_every_replica_learns_of_a_failure(batch_of, loop: EventLoopThread) -> None:

@@ -28,6 +28,7 @@ from deploy.doctor.finding import Finding
 from deploy.doctor.host import find_host_facts
 from deploy.doctor.network import find_network_facts, port_finding
 from deploy.doctor.versions import find_versions
+from deploy.local import startable
 from deploy.local.machine_memory import HostMemory
 from deploy.local.memory_fit import GIB
 from tests.support.minimal_config import MINIMAL, minimal_tree
@@ -221,6 +222,35 @@ def test_the_cuda_of_torch_is_read_from_its_file(
     (tmp_path / "torch/version.py").write_text(f"__all__ = ['cuda']\n__version__ = '9.9'\n{line}\nhip = None\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert devices.cuda_of_torch() == cuda
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("theirs", "own", "transport", "state"),
+    [
+        ("2.30.7", "2.29.7", "broadcast", "fault"),
+        ("2.29.7", "2.29.7", "broadcast", "ok"),
+        ("2.30.7", "2.29.7", "snapshot", "ok"),
+        ("2.30.7", None, "broadcast", "ok"),
+    ],
+)
+def test_an_engine_with_another_nccl_than_the_trainers_is_a_fault_before_anything_starts(
+    theirs: str, own: str | None, transport: str, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho this Python serves with vLLM 0.33\necho with NCCL {theirs}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(startable, "nccl_package", lambda: own)
+    config = config_with(
+        inference={"engine": "vllm", "python": str(python)},
+        trainer={"device": "cuda"},
+        publish={"transport": transport, "snapshot_dir": str(tmp_path)},
+    )
+    found = by_name(find_versions(config))["engine"]
+    assert found.state == state
+    if state == "fault":
+        assert f"{python}', which has NCCL 2.30.7, and the trainer's {sys.executable} has 2.29.7" in found.found
+        assert "torch 2.13.0 with vLLM 0.32.0" in found.found
 
 
 def test_an_engine_that_is_missing_is_a_fault_with_how_to_get_it() -> None:

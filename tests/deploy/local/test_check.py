@@ -205,6 +205,51 @@ def test_pools_that_share_a_device_fit_on_it_together(workplace: Path) -> None:
     assert find_misfits(load_config(Path("run.toml"), words), forecast, Capacity(host, device)).errors == ()
 
 
+def test_pools_that_take_turns_need_the_larger_one_and_the_base_of_the_other(workplace: Path) -> None:
+    words = ["--trainer.device=cuda", "--publish.transport=snapshot", "--publish.snapshot_dir=/dev/shm/w"]
+
+    def misfits(placement: str, device: int, *more: str) -> list[str]:
+        config = load_config(Path("run.toml"), [*words, f"--run.placement={placement}", *more])
+        capacity = Capacity(HostMemory(64 * GIB, 64 * GIB), device)
+        return [
+            str(error) for error in find_misfits(config, forecast_run(config, read_shape("model")), capacity).errors
+        ]
+
+    config = load_config(Path("run.toml"), [*words, "--run.placement=turns"])
+    forecast = forecast_run(config, read_shape("model"))
+    rank, instance = forecast.rank, forecast.instance
+    needed = max(rank.num_bytes + instance.base_bytes, rank.base_bytes + instance.num_bytes)
+    assert misfits("turns", needed) == []
+    (error,) = misfits("turns", needed - 1)
+    assert "a training rank and an instance, in turns, need about" in error
+    # One that fits in turns only is told so.
+    (error,) = misfits("shared", needed)
+    assert "set run.placement to 'turns'" in error
+    # Weights and optimizer wait on the host meanwhile.
+    separate = load_config(Path("run.toml"), [*words, "--run.placement=shared"])
+    assert forecast_run(separate, read_shape("model")).rank.host_bytes == 0
+    names = [part.name for part in rank.on_host]
+    assert names == ["weights", "optimizer"]
+    # vLLM may have all but the rank's base.
+    share = 1 - rank.base_bytes / (4 * rank.num_bytes)
+    (error,) = misfits("turns", 4 * rank.num_bytes, "--inference.engine=vllm")
+    assert f'"--gpu-memory-utilization", "{int(share * 100) / 100}" or less' in error or share > 0.9
+
+
+def test_what_a_publish_takes_has_to_be_beside_the_share_of_vllm(workplace: Path) -> None:
+    words = ["--trainer.device=cuda", "--inference.engine=vllm"]
+    config = load_config(Path("run.toml"), words)
+    forecast, host = forecast_run(config, read_shape("model")), HostMemory(64 * GIB, 64 * GIB)
+    (needed,) = [part.num_bytes for part in forecast.instance.phases if part.name == "publish"]
+    assert find_misfits(config, forecast, Capacity(host, 10 * needed + 10)).errors == ()
+    (error,) = find_misfits(config, forecast, Capacity(host, 5 * needed)).errors
+    assert '"--gpu-memory-utilization", "0.8" or less' in str(error)
+    snapshot = [*words, "--publish.transport=snapshot", "--publish.snapshot_dir=/dev/shm/w"]
+    assert [
+        part.name for part in forecast_run(load_config(Path("run.toml"), snapshot), read_shape("model")).instance.phases
+    ] == ["one step"]
+
+
 def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       1000 kB\nMemAvailable:    600 kB\n")

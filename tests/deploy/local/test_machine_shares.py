@@ -26,7 +26,7 @@ def make_config(
     tree = {
         **TREE,
         "run": {"dir": "runs/one", "placement": placement},
-        "publish": {"transport": "snapshot", "snapshot_dir": "/dev/shm/w"} if placement == "shared" else {},
+        "publish": {"transport": "snapshot", "snapshot_dir": "/dev/shm/w"} if placement != "separate" else {},
         "trainer": {"device": device, "num_processes": ranks},
         "inference": {"engine": engine, "num_instances": instances, "tensor_parallel": workers},
     }

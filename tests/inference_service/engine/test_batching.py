@@ -1,7 +1,9 @@
 """The generation thread: it starts, stands still, forgets and ends as it is told, and nobody waits for a dead one."""
 
+import gc
 import queue
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -89,6 +91,24 @@ def test_held_between_two_steps_and_emptied_it_goes_on_with_the_same_tokens(reco
         recorder.batching.release()
     assert recorder.next_finished() == (disturbed, None)
     assert [s.token_id for s in disturbed.samples] == [s.token_id for s in undisturbed.samples]
+
+
+def test_emptied_caches_leave_no_memory(recorder: Recorder) -> None:
+    """At once, without a collection of garbage: another program takes the device."""
+    running = sequence(max_tokens=100)
+    recorder.batching.submit([running, sequence(1, max_tokens=100)])
+    wait_for(lambda: len(running.samples) > 3)
+    recorder.batching.hold()
+    shelves = list(recorder.batching._store._shelves.values())
+    tensors = [weakref.ref(tensor) for shelf in shelves for tensor in (*shelf.keys, *shelf.values)]
+    del shelves
+    assert tensors and all(tensor() is not None for tensor in tensors)
+    gc.disable()
+    try:
+        recorder.batching.empty_caches()
+        assert [tensor() for tensor in tensors if tensor() is not None] == []
+    finally:
+        gc.enable()
 
 
 def test_what_is_cancelled_gets_no_more_tokens_and_frees_its_place(recorder: Recorder) -> None:

@@ -32,16 +32,28 @@ NEAR_TIE = 1e-6
 """Between two experts' router logits: rounding decides there, and whichever it takes is right."""
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama", "smollm3"])
+WITH = {"deepseek_v3": {"num_key_value_heads": MODEL_SIZE["num_attention_heads"]}}
+
+
+@pytest.fixture(
+    scope="module",
+    params=["qwen3", "qwen3_moe", "llama", "smollm3", "ministral3", "granite", "deepseek_v3", "glm4_moe"],
+)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     config_class, own = FAMILIES[request.param]
-    config: PreTrainedConfig = config_class(**{**own, **MODEL_SIZE})
+    config: PreTrainedConfig = config_class(**{**own, **MODEL_SIZE, **WITH.get(request.param, {})})
     return random_model(config).eval()
 
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "MIN_SHARED", SHORTEST_SHARED)
+
+
+def head_dim(config: PreTrainedConfig) -> int:
+    if hasattr(config, "kv_lora_rank"):
+        return max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    return getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
 
 
 class Engine:
@@ -52,7 +64,7 @@ class Engine:
         self.store = KVStore(
             config.num_hidden_layers,
             config.num_key_value_heads,
-            getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
+            head_dim(config),
             torch.float32,
             torch.device("cpu"),
             max_tokens,

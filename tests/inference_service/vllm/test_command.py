@@ -1,9 +1,11 @@
 """How vLLM's server would be started; vLLM itself is not needed."""
 
 import json
+from typing import Any
 
 import pytest
 
+from async_rl.errors import ConfigError
 from inference_service.options import Options, parse_options
 from inference_service.vllm.command import GUARD, IDENTITY, server_command
 from inference_service.vllm.versions import VllmRelease
@@ -38,6 +40,13 @@ def test_the_options_of_an_instance_become_those_of_vllm() -> None:
     assert {name: value(argv, name) for name in expected} == expected
     assert json.loads(value(argv, "--weight-transfer-config")) == {"backend": "async_rl"}
     assert "--enforce-eager" not in argv and "--enable-prefix-caching" in argv
+
+
+def test_one_that_begins_asleep_can_sleep() -> None:
+    for device, can in {"cuda": True, "npu": True, "cpu": False}.items():
+        given = options("--device", device, "--asleep")
+        assert ("--enable-sleep-mode" in server_command(given, NEW, 1, {}, "boot").argv) == can
+    assert "--enable-sleep-mode" not in server_command(options("--device", "cuda"), NEW, 1, {}, "boot").argv
 
 
 def test_the_users_arguments_come_last_so_that_they_win() -> None:
@@ -82,8 +91,39 @@ def test_a_list_of_plugins_is_given_the_transport_too() -> None:
 def test_weights_of_an_npu_stay_in_a_layout_that_can_be_replaced() -> None:
     command = server_command(options("--device", "npu"), OLD, 1, {"VLLM_ASCEND_ENABLE_NZ": "1"}, "boot")
     assert command.env["VLLM_ASCEND_ENABLE_NZ"] == "0"
-    assert json.loads(value(command.argv, "--additional-config")) == {"weight_nz_mode": 0}
-    own = server_command(
-        options("--device", "npu", "--", "--additional-config", '{"refresh":true}'), OLD, 1, {}, "boot"
-    ).argv
-    assert own.count("--additional-config") == 1
+    assert additional_config() == {"weight_nz_mode": 0, "rl_config": {"enabled": True}}
+
+
+def additional_config(*words: str, release: VllmRelease = NEW) -> Any:
+    argv = server_command(options("--device", "npu", "--", *words), release, 1, {}, "boot").argv
+    (number,) = [i for i, word in enumerate(argv) if word.startswith("--additional-config")]
+    return json.loads(argv[number + 1])
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_an_npu_gets_the_users_additional_config_over_what_rl_needs(split: bool) -> None:
+    """The four fields of vllm-ascend's `RlConfig`, which refuses others and passes over all unless `enabled`."""
+    asked = {"enable_training_consistency": True, "enable_batch_invariant": True, "sleep_mode_extra_cleanup": False}
+    text = json.dumps({"refresh": True, "rl_config": asked})
+    words = ("--additional-config", text) if split else (f"--additional-config={text}",)
+    expected = {"weight_nz_mode": 0, "refresh": True, "rl_config": {"enabled": True, **asked}}
+    assert additional_config("--seed", "1", *words, "--enforce-eager") == expected
+    off = additional_config(
+        "--additional-config", '{"rl_config": {"enabled": false}, "weight_nz_mode": 1}', release=OLD
+    )
+    assert off == {"weight_nz_mode": 1, "rl_config": {"enabled": False}}
+    argv = server_command(options("--device", "npu", "--", "--seed", "1", *words, "--eager"), NEW, 1, {}, "boot").argv
+    assert argv[-3:] == ("--seed", "1", "--eager")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"--additional-config is '\{': expected a JSON object"),
+        ('{"rl_config": true}', "expected a JSON object"),
+        ('{"rl_config": {"enable_batch_invariant": true}}', r"rl_config\.enable_batch_invariant, .* 0\.23 passes over"),
+    ],
+)
+def test_an_additional_config_without_effect_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        additional_config("--additional-config", text, release=OLD)

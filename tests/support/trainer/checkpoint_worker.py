@@ -85,7 +85,8 @@ class Run:
             else:
                 train_elementwise(trainer, iteration)
             if iteration + 1 in self.save_at:
-                checkpoints.save(iteration + 1, models.policy, trainer.optimizer, models.old, trainer.critic)
+                checkpoints.find_tensors(models.policy, trainer.optimizer, models.old, trainer.critic)
+                checkpoints.save(iteration + 1, trainer.optimizer)
         checkpoints.close()
         return trainer
 

@@ -6,7 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
 TOLERANCE = 1e-5
 """For losses, gradient norms, log-probs and weights in float32."""
 WEIGHTS = "model.safetensors"
+PPO = {"name": "ppo", "options": {"critic_learning_rate": layout_worker.LEARNING_RATE}}
 
 
 @dataclass
@@ -76,14 +77,14 @@ class OneRank:
             # The second batch has an odd number of groups: replicas get shares of different sizes.
             [groups, groups[:0:-1]],
             case.section,
-            {"kl_coef": 0.1 if case.reference else 0.0, "old_policy": case.old_policy},
+            {"kl_coef": 0.1 if case.reference else 0.0, "old_policy": case.old_policy, **(PPO if case.critic else {})},
             **(bf16 if case.dtype == "bfloat16" else {}),
             dtype=case.dtype,
         )
 
     def expected(self, case: Case) -> Trained:
         """The result of one rank in float32: everything packed and nothing recomputed."""
-        key = (self._checkpoint(case), case.reference, case.old_policy)
+        key = (self._checkpoint(case), case.reference, case.old_policy, case.critic)
         if key not in self.trained:
             job = replace(self.job(case), layout={}, dtype="float32")
             trainer = layout_worker.make_trainer(job, self.parallel, TrainerSection(micro_batch_tokens=PACKED_TOKENS))
@@ -135,12 +136,23 @@ def with_logprobs(group: Group, a_pass: Pass, logprobs: Sequence[torch.Tensor]) 
     return replace(group, responses=tuple(responses))
 
 
-def run_distributed(jobs: Sequence[Job], num_ranks: int, out: Path, timeout_s: float) -> None:
+@dataclass(frozen=True)
+class Ranks:
+    """The program of the ranks that train layouts, and its environment."""
+
+    module: str = layout_worker.__name__
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+
+def run_distributed(
+    jobs: Sequence[Job], num_ranks: int, out: Path, timeout_s: float, ranks: Ranks | None = None
+) -> None:
     """Runs jobs under torchrun; a process that ends early or hangs leaves no reports of unfinished jobs."""
+    ranks = ranks or Ranks()
     (out / "jobs").write_bytes(pickle.dumps(list(jobs)))
     process = subprocess.Popen(
-        [*TORCHRUN, "--nproc-per-node", str(num_ranks), "-m", layout_worker.__name__, out / "jobs", out],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"},
+        [*TORCHRUN, "--nproc-per-node", str(num_ranks), "-m", ranks.module, out / "jobs", out],
+        env={**ranks.environment, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"},
     )
     try:
         process.wait(timeout_s)
@@ -152,7 +164,9 @@ def run_distributed(jobs: Sequence[Job], num_ranks: int, out: Path, timeout_s: f
         process.wait()
 
 
-def compare(some: Iterable[Case], one_rank: OneRank, tmp_path: Path, timeout_s: float) -> None:
+def compare(
+    some: Iterable[Case], one_rank: OneRank, tmp_path: Path, timeout_s: float, ranks: Ranks | None = None
+) -> None:
     """Trains each case and compares it with one rank; cases of one number of ranks share their processes."""
     worst, wrong = Worst(), []
     by_ranks: dict[int, list[Case]] = {}
@@ -161,7 +175,7 @@ def compare(some: Iterable[Case], one_rank: OneRank, tmp_path: Path, timeout_s: 
     for num_ranks, ranked in by_ranks.items():
         out = tmp_path / f"{num_ranks} ranks"
         out.mkdir()
-        run_distributed([one_rank.job(case, i) for i, case in enumerate(ranked)], num_ranks, out, timeout_s)
+        run_distributed([one_rank.job(case, i) for i, case in enumerate(ranked)], num_ranks, out, timeout_s, ranks)
         for i, case in enumerate(ranked):
             name = f"{num_ranks} ranks: {case}"
             if (out / f"{i}.json").exists():

@@ -70,6 +70,10 @@ LARGER = {
 """Placements whose kind needs more ranks; compared under a pairwise cover of the other settings."""
 
 
+OTHER_FAMILIES, WITH_EXPERTS = ("granite", "ministral3"), ("deepseek_v3", "glm4_moe")
+"""Those with operations that the families of `cases` do not have, and of which a layout might make something else."""
+
+
 @dataclass(frozen=True, order=True)
 class Case:
     """A placement and the other settings of a case."""
@@ -82,7 +86,11 @@ class Case:
     reference: bool = True
     frozen_weights: str = "device"
     old_policy: str = "reuse"
+    critic: bool = False
     dtype: str = "float32"
+    family: str = ""
+    ragged: bool = False
+    """A model with fewer key / value heads than ranks by tensors, and layers that the stages do not divide."""
 
     @property
     def section(self) -> dict[str, Any]:
@@ -95,7 +103,7 @@ class Case:
     @property
     def model(self) -> tuple[str, bool, tuple[tuple[str, int], ...]]:
         """(family, tied, sizes) of its checkpoint."""
-        return _family(self.experts, self.tied), self.tied, tuple(sorted(_sizes(self).items()))
+        return self.family or _family(self.experts, self.tied), self.tied, tuple(sorted(_sizes(self).items()))
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -121,7 +129,10 @@ class Case:
             *["no reference"] * (not self.reference),
             *[f"frozen on {self.frozen_weights}"] * (self.frozen_weights != "device"),
             *[f"old policy {self.old_policy}"] * (self.old_policy != "reuse"),
+            *["critic"] * self.critic,
             *[self.dtype] * (self.dtype != "float32"),
+            *[self.family] * bool(self.family),
+            *["ragged"] * self.ragged,
         ]
         return ", ".join([str(self.placement), *marks])
 
@@ -138,8 +149,10 @@ def _sizes(case: Case) -> dict[str, int]:
     thirds = 3 in (place.tensor, place.pipeline, place.expert) or 6 in (place.tensor, place.expert)
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3} if thirds else {"num_attention_heads": 8}
     sizes |= {"num_key_value_heads": 3 if thirds else 4, "hidden_size": 48 if thirds else 32, "intermediate_size": 48}
-    sizes["num_hidden_layers"] = max(2, place.pipeline)
-    if case.experts:
+    sizes["num_hidden_layers"] = max(2, place.pipeline) + case.ragged
+    if case.ragged:
+        sizes["num_key_value_heads"] = max(1, place.tensor // 2)
+    if case.experts and not case.family:
         sizes["num_experts"] = 6 if thirds else 4
         if case.dtype == "bfloat16":
             # The choice of experts is discontinuous, so rounding can change it: here all experts are used.
@@ -176,13 +189,31 @@ def cases(num_ranks: int) -> list[Case]:
     ]
 
 
+def ragged_cases(num_ranks: int) -> list[Case]:
+    """Those of dense models in which ranks share key / value heads, or stages have different numbers of layers; also of
+    families whose layers have more."""
+    placed = [case for case in cases(num_ranks) if not case.experts and case.placement.num_replicas < num_ranks]
+    return [replace(case, ragged=True, family=family) for case in placed for family in ("", *OTHER_FAMILIES)]
+
+
+def deepseek_cases(num_ranks: int) -> list[Case]:
+    """Those of families with DeepSeek-V3's experts, after a dense layer."""
+    some = [case for case in cases(num_ranks) if case.experts]
+    return [
+        replace(case, ragged=ragged, family=family)
+        for case in some
+        for family in WITH_EXPERTS
+        for ragged in (False, True)
+    ]
+
+
 def with_frozen_models(some: Iterable[Case]) -> list[Case]:
     """Each case with every choice of models besides the policy."""
-    choices = list(product((True, False), ("device", "host"), ("reuse", "model", "lagged")))
+    choices = list(product((True, False), ("device", "host"), ("reuse", "model", "lagged"), (False, True)))
     return [
-        replace(case, reference=reference, frozen_weights=frozen, old_policy=old)
+        replace(case, reference=reference, frozen_weights=frozen, old_policy=old, critic=critic)
         for case in some
-        for reference, frozen, old in choices
+        for reference, frozen, old, critic in choices
     ]
 
 

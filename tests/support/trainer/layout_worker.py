@@ -26,7 +26,7 @@ from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Batch, Group
 from tests.support.finished_groups import Arriving
 from tests.support.trainer.own_stores import OwnStores
-from trainer.devices import choose_device
+from trainer.devices import Device, choose_device
 from trainer.parallel import Parallel, init_parallel
 from trainer.policy import optimizer
 from trainer.trainer import MegatronTrainer
@@ -95,14 +95,14 @@ def make_trainer(job: Job, parallel: Parallel, section: TrainerSection) -> Megat
         )
 
 
-def main(jobs_file: Path, out: Path) -> None:
+def main(jobs_file: Path, out: Path, device: Device) -> None:
     torch.set_num_threads(1)
     stores = OwnStores()
     jobs: list[Job] = pickle.loads(jobs_file.read_bytes())
     for _, placed in groupby(jobs, key=lambda job: job.placement):
         stores.begin()
         first, *others = placed
-        parallel = init_parallel(choose_device("cpu"), 0, TrainerSection(**first.layout))
+        parallel = init_parallel(device, 0, TrainerSection(**first.layout))
         for job in [first, *others]:
             train_and_report(job, parallel, out)
         parallel.close()
@@ -118,11 +118,12 @@ def train_and_report(job: Job, parallel: Parallel, out: Path) -> None:
     if not parallel.is_main:
         trainer.export.serve()
         return
-    save_file({spec.name: tensor.clone() for spec, tensor in trainer.export.stream()}, out / f"{job.name}.safetensors")
+    weights = {spec.name: tensor.to("cpu", copy=True) for spec, tensor in trainer.export.stream()}
+    save_file(weights, out / f"{job.name}.safetensors")
     partial = out / f"{job.name}.partial"
     partial.write_text(json.dumps(report))
     partial.rename(out / f"{job.name}.json")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), choose_device("cpu"))

@@ -35,6 +35,11 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+def save(checkpoints: Checkpoints, iteration: int, trainer: MegatronTrainer) -> None:
+    checkpoints.find_tensors(trainer.models.policy, trainer.optimizer, trainer.models.old)
+    checkpoints.save(iteration, trainer.optimizer)
+
+
 def start(
     tmp_path: Path, *layouts: tuple[dict[str, Any], list[Run]], num_ranks: int = 2, torchrun: bool = False, **work: Any
 ) -> None:
@@ -107,8 +112,12 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
 ) -> None:
     """One step each: 1 rank, tensor parallel, pipeline, replicas that share the optimizer, 1 rank again."""
     stages = ["1", "tensor", "pipeline", "replicas", "1 again"]
-    # Tied embeddings and query norms in one, an output layer and biases in the other.
-    models = {"float32": tiny_model("qwen3", tied=True), "bfloat16": tiny_model("qwen2")}
+    # Tied embeddings and query norms in one; in the other an output layer, biases, a key head that ranks share, and
+    # stages of different lengths.
+    models = {
+        "float32": tiny_model("qwen3", tied=True),
+        "bfloat16": tiny_model("qwen2", num_key_value_heads=1, num_hidden_layers=3),
+    }
 
     def stage(number: int, **options: Any) -> list[Run]:
         """A run per model that goes on where the stage before it has saved."""
@@ -143,10 +152,11 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_experts_move_between_expert_parallel_ranks_and_one(
-    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path, family: str
 ) -> None:
-    model = str(tiny_model("qwen3_moe"))
+    model = str(tiny_model(family))
     Run(model, str(tmp_path / "1"), 3, (1, 2, 3), {})(parallel)
     spread = Run(model, str(tmp_path / "2"), 2, (2,), {}, str(tmp_path / "1/iteration-000001"))
     start(tmp_path, ({"expert_parallel": 2}, [spread]), torchrun=True)
@@ -182,7 +192,7 @@ def test_the_newest_are_kept_and_what_a_killed_save_left_is_removed(
     checkpoints = Checkpoints(directory, 2, parallel, config)
     for iteration in (1, 2, 3):
         train_elementwise(trainer, iteration)
-        checkpoints.save(iteration, trainer.models.policy, trainer.optimizer, trainer.models.old)
+        save(checkpoints, iteration, trainer)
     checkpoints.close()
     assert {path.name for path in directory.iterdir()} == {"iteration-000002", "iteration-000003", "notes"}
     assert newest_checkpoint(directory) == checkpoint_path(directory, 3)
@@ -208,7 +218,7 @@ def test_no_checkpoint_of_a_trainer_that_was_replaced_counts(
     config = run_config(str(model))
     trainer = make_trainer(config, parallel)
     checkpoints = Checkpoints(directory, 2, parallel, config, term=7, require_lease=require_lease)
-    checkpoints.save(9, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    save(checkpoints, 9, trainer)
     with pytest.raises(Fenced):
         checkpoints.wait()
     checkpoints.close()
@@ -222,13 +232,13 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before_it(saved: tuple[P
     trainer = make_trainer(config, parallel)
     checkpoints = Checkpoints(directory, 2, parallel, config)
     with largest_file(20_000):
-        checkpoints.save(9, trainer.models.policy, trainer.optimizer, trainer.models.old)
+        save(checkpoints, 9, trainer)
         with pytest.raises(
             WriteFailed, match=r"cannot write '.*iteration-000009\.term-0\.partial': .* that there is room \("
         ):
             checkpoints.wait()
     assert newest_checkpoint(directory) == checkpoint_path(directory, 3)
-    checkpoints.save(9, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    save(checkpoints, 9, trainer)
     checkpoints.close()
     assert newest_checkpoint(directory) == checkpoint_path(directory, 9)
 
@@ -240,7 +250,7 @@ def test_a_save_holds_the_weights_of_its_moment_while_training_goes_on(
     trainer = make_trainer(config, parallel)
     checkpoints = Checkpoints(tmp_path, 2, parallel, config)
     before = trainer.models.policy_model.embedding.word_embeddings.weight.detach().clone()
-    checkpoints.save(0, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    save(checkpoints, 0, trainer)
     train_elementwise(trainer, 0)
     checkpoints.close()
     saved = whole_tensors(checkpoint_path(tmp_path, 0))["policy.embedding.word_embeddings.weight"]
@@ -255,7 +265,7 @@ def test_a_failed_save_is_raised_by_the_next_call(
     trainer = make_trainer(config, parallel)
     (tmp_path / "file").write_text("in the way")
     checkpoints = Checkpoints(tmp_path / "file", 2, parallel, config)
-    checkpoints.save(1, trainer.models.policy, trainer.optimizer, trainer.models.old)
+    save(checkpoints, 1, trainer)
     with pytest.raises(WriteFailed, match=r"cannot write '.*file.*iteration-000001.*': Not a directory"):
         checkpoints.wait()
     checkpoints.require_no_failure()

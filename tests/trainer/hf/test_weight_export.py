@@ -64,6 +64,7 @@ def test_two_ranks_stream_the_original_bytes_and_hold_a_parcel_at_a_time(
         {"checkpoint": tiny_model("qwen3_moe", **BIG_EXPERTS), "layout": EP2, "bucket_bytes": BIG_BUCKET},
         {"checkpoint": tiny_model("llama"), "layout": {}, "bucket_bytes": SMALL_BUCKET},
         {"checkpoint": tiny_model("qwen2", tied=True), "layout": TP2, "bucket_bytes": 1},
+        {"checkpoint": tiny_model("deepseek_v3"), "layout": PP2, "bucket_bytes": SMALL_BUCKET},
     ]
     reports = run_cases(2, cases, tmp_path)
     require_original_streams(reports, cases, tmp_path)
@@ -83,6 +84,8 @@ def test_four_ranks_stream_the_original_bytes(tiny_model: Callable[..., Path], t
         ("qwen3_moe", True, {**TP2, **PP2, **EP2}),
         ("qwen3_moe", False, {"expert_parallel": 4}),
         ("qwen3_moe", False, {**TP2, "expert_parallel": 4}),
+        ("deepseek_v3", False, {**TP2, **PP2, **EP2}),
+        ("glm4_moe", True, {**TP2, **PP2, **EP2}),
     ]
     cases = [
         {"checkpoint": tiny_model(family, tied=tied), "layout": layout, "bucket_bytes": SMALL_BUCKET}

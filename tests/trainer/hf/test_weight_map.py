@@ -1,5 +1,6 @@
 """Names, places and parts of all weights under any layout: nothing missing, nothing twice, parts make the whole."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -91,7 +92,8 @@ def test_every_stage_and_every_rank_of_experts_calls_its_weights_alike() -> None
 def test_the_parts_of_tensor_parallel_ranks_make_the_whole_megatron_tensor(model: ModelShape, tp_size: int) -> None:
     for entry in weight_map(model, Layout(tp_size)):
         whole = [numbered(*size) + 10**6 * i for i, size in enumerate(entry.hf_shapes.values())]
-        parts = [[part[entry.shard(tuple(part.shape), rank, tp_size)] for part in whole] for rank in range(tp_size)]
+        shards = [entry.shards(rank, tp_size) for rank in range(tp_size)]
+        parts = [[part[shard] for part, shard in zip(whole, of_rank, strict=True)] for of_rank in shards]
         if entry.divided is None:
             assert all(torch.equal(a, b) for rank in parts for a, b in zip(rank, whole, strict=True))
             continue
@@ -101,6 +103,26 @@ def test_the_parts_of_tensor_parallel_ranks_make_the_whole_megatron_tensor(model
             # Gate and up are stacked on each rank, so there the whole is not the ranks' parts in a row.
             merged = torch.cat([entry.fusion.merge(rank) for rank in parts], entry.divided)
             assert torch.equal(merged, entry.fusion.merge(whole))
+
+
+@pytest.mark.parametrize(("num_kv", "num_heads", "tp_size"), [(1, 2, 2), (1, 6, 3), (2, 4, 4), (2, 8, 8), (3, 12, 6)])
+def test_ranks_that_share_a_key_head_have_equal_shares_of_the_rows_of_one_rank(
+    num_kv: int, num_heads: int, tp_size: int
+) -> None:
+    model = replace(shape("qwen2"), num_heads=num_heads, num_kv_heads=num_kv, head_dim=6)
+    names = [f"decoder.layers.0.self_attention.linear_qkv.{kind}" for kind in ("weight", "bias")]
+    alone, shared = ({entry.megatron_name: entry for entry in weight_map(model, Layout(size))} for size in (1, tp_size))
+    for name in names:
+        whole = [numbered(*size) + 10**6 * i for i, size in enumerate(shared[name].hf_shapes.values())]
+        expected = alone[name].fusion.merge(whole).chunk(tp_size)
+        again = [torch.empty_like(tensor) for tensor in whole]
+        for rank in range(tp_size):
+            entry, shards = shared[name].on(rank), shared[name].shards(rank, tp_size)
+            merged = entry.fusion.merge([tensor[shard] for tensor, shard in zip(whole, shards, strict=True)])
+            assert torch.equal(merged, expected[rank])
+            for tensor, shard, part in zip(again, shards, entry.fusion.split(merged), strict=True):
+                tensor[shard] = part
+        assert all(map(torch.equal, again, whole))
 
 
 def test_what_multiplies_from_the_left_is_divided_by_columns() -> None:

@@ -47,6 +47,11 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([1],),
     "no_rope_layers": ([0, 1], [0, 0]),
     "num_key_value_heads": (4, 1),
+    "n_group": (1, 2, 8),
+    "topk_group": (1, 4, 5),
+    "first_k_dense_replace": (0, 2),
+    "partial_rotary_factor": (1.0,),
+    "q_lora_rank": (None, 20),
     "num_experts_per_tok": (1, 3),
     "dtype": ("float32", "bfloat16"),
     "architectures": (["Other"],),
@@ -182,7 +187,10 @@ def test_a_head_that_would_be_left_out_or_is_missing_is_refused(tmp_path: Path) 
     weights = load_file(own / "model.safetensors")
     biased = {**weights, "model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}
     save_file(biased, own / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"has model\.layers\.0\.self_attn\.q_proj\.bias, which models of its model_"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has model\.layers\.0\.self_attn\.q_proj\.bias, which models of its .* attention_bias true only",
+    ):
         require_supported(ModelFiles.find(str(own)))
     del weights["lm_head.weight"]
     save_file(weights, own / "model.safetensors")

@@ -19,6 +19,7 @@ def test_what_divides_the_model_is_accepted() -> None:
     require_layout(TrainerSection(), DENSE, 5)
     layout = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 4}
     require_layout(TrainerSection(**layout), EXPERTS, 8)
+    require_layout(TrainerSection(tensor_parallel=4, pipeline_parallel=2), replace(DENSE, num_layers=3), 8)
 
 
 def test_experts_have_feed_forward_parts_of_their_own_that_nothing_divides() -> None:
@@ -30,8 +31,19 @@ def test_experts_have_feed_forward_parts_of_their_own_that_nothing_divides() -> 
     ("model", "num_ranks", "layout", "message"),
     [
         (DENSE, 8, {"tensor_parallel": 8}, "tensor_parallel = 8 does not divide the model's 4 attention heads"),
-        (DENSE, 4, {"tensor_parallel": 4}, "tensor_parallel = 4 does not divide the model's 2 key / value heads"),
-        (DENSE, 3, {"pipeline_parallel": 3}, "pipeline_parallel = 3 does not divide the model's 2 layers"),
+        (
+            replace(DENSE, num_heads=12, num_kv_heads=6),
+            4,
+            {"tensor_parallel": 4},
+            "tensor_parallel = 4 is neither a divisor nor a multiple of the model's 6 key / value heads",
+        ),
+        (
+            replace(DENSE, num_heads=12, num_kv_heads=4, head_dim=4, ffn_size=144, vocab_size=144),
+            12,
+            {"tensor_parallel": 12},
+            "tensor_parallel = 12 does not divide the model's 32 rows of keys and values",
+        ),
+        (DENSE, 3, {"pipeline_parallel": 3}, "pipeline_parallel is 3, more than the model's 2 layers: set 2 at most"),
         (EXPERTS, 3, {"expert_parallel": 3}, "expert_parallel = 3 does not divide the model's 4 experts"),
         (
             replace(DENSE, vocab_size=97),

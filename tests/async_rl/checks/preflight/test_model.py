@@ -21,6 +21,7 @@ from async_rl.errors import ConfigError
 from async_rl.shared.model_shape import FAMILIES
 from tests.support.minimal_config import minimal_tree
 from tests.support.published_models import CONFIGS, WEIGHTS
+from tests.support.tiny_model import DEEPSEEKS_EXPERTS, LATENTS
 
 QWEN3 = CONFIGS["Qwen/Qwen3-8B"]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -90,7 +91,9 @@ def test_a_checkpoint_is_a_directory_with_a_config_or_the_name_of_one(tmp_path: 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "", None, 3, "QWEN3"])
 def test_the_trainers_families_are_trainable_and_others_named(tmp_path: Path, family: Any) -> None:
-    config = {**QWEN3, **EXPERTS, "model_type": family, "sliding_window": None, "attention_bias": family == "seed_oss"}
+    config = {**QWEN3, **EXPERTS, **DEEPSEEKS_EXPERTS, "model_type": family, "sliding_window": None}
+    if family == "deepseek_v3":
+        config |= LATENTS
     files = ModelFiles.find(str(checkpoint(tmp_path, config, {"chat_template": "x"})))
     if family in FAMILIES:
         require_trainable(config_of(), files)

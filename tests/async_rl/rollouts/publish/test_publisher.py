@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -217,3 +218,55 @@ def test_error_of_the_stream_itself_is_raised_and_the_next_publish_works(well, m
         publisher.publish("run-0", broken)
     assert publish(publisher, "run-1", 10.0) == tuple(instance.url for instance in well)
     assert [instance.sums() for instance in well] == [sums(10.0)] * 3
+
+
+@pytest.fixture(scope="module")
+def sleepers(start_receivers: Callable[..., list[Any]]) -> list[Any]:
+    """Of their own: they may sleep in the end."""
+    return start_receivers({}, {}, {})
+
+
+def in_turns(make_publisher: Callable[..., Any], instances: list[Any], folder: Path) -> Any:
+    return make_publisher(*instances, takes_turns=True, probes=False, transport="snapshot", snapshot_dir=folder)
+
+
+def test_instances_that_take_turns_wake_for_weights_first_and_for_keys_and_values_last(
+    sleepers, make_publisher, loop: EventLoopThread, tmp_path: Path
+) -> None:
+    publisher, pool = in_turns(make_publisher, sleepers, tmp_path)
+    publish(publisher, "run-0")
+    before = len(sleepers[0].seen()["calls"])
+    loop.run(pool.sleep(5.0))
+    # Nobody joins while the trainer has the devices.
+    assert pool.late_joiners.is_closed and not pool.late_joiners.may_admit(pool.members[0])
+    publish(publisher, "run-1")
+    assert not pool.late_joiners.is_closed
+    calls = sleepers[0].seen()["calls"][before:]
+    update = ["/start_weight_update", "/update_weights", "/collective_rpc", "/finish_weight_update"]
+    publishing = ["/health", "/sleep", "/pause", "/wake_up", *update, "/wake_up", "/resume"]
+    assert calls == ["/sleep", *publishing, "/weight_info", "/weight_info"]
+    assert all(member.serves("run-1") for member in pool.members)
+
+
+@pytest.mark.parametrize("route", ["sleep", "wake weights", "wake kv_cache"])
+def test_one_that_does_not_sleep_or_wake_is_left_out_until_it_does(
+    sleepers, make_publisher, tmp_path: Path, route: str
+) -> None:
+    publisher, pool = in_turns(make_publisher, sleepers, tmp_path)
+    sleepers[1].rescript(refuse=route)
+    assert publish(publisher, "run-0") == (sleepers[0].url, sleepers[2].url)
+    assert f"{route} is refused" in reasons(pool)[1]
+    sleepers[1].rescript(refuse=None)
+    assert publish(publisher, "run-1") == tuple(instance.url for instance in sleepers)
+
+
+def test_one_that_does_not_sleep_at_the_end_of_the_rollouts_is_out_of_service(
+    sleepers, make_publisher, loop: EventLoopThread, tmp_path: Path
+) -> None:
+    publisher, pool = in_turns(make_publisher, sleepers, tmp_path)
+    publish(publisher, "run-0")
+    sleepers[2].rescript(refuse="sleep")
+    loop.run(pool.sleep(5.0))
+    assert [member.state == "ready" for member in pool.members] == [True, True, False]
+    assert "did not go to sleep" in reasons(pool)[2]
+    sleepers[2].rescript(refuse=None)

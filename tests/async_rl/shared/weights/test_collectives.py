@@ -16,7 +16,7 @@ from async_rl.errors import PublishError
 from async_rl.shared.weights import collectives
 from async_rl.shared.weights import stream as weight_stream
 from async_rl.shared.weights.collectives import NUM_IN_FLIGHT, Collectives, TimedOut
-from async_rl.shared.weights.store import StoreServer
+from async_rl.shared.weights.store import StoreServer, join_rendezvous
 from async_rl.shared.weights.stream import TensorSpec, WeightGroup
 
 TIMEOUT_S = 1.0
@@ -86,8 +86,8 @@ class FakeHcclGroup(FakeGroup):
         super().abort()
 
 
-def on(group: FakeGroup) -> Collectives:
-    return Collectives(group, torch.device("cpu"), TIMEOUT_S, raises_in_time=False)
+def on(group: FakeGroup, timeout_s: float = TIMEOUT_S, has_ended: Callable[[], bool] = lambda: False) -> Collectives:
+    return Collectives(group, torch.device("cpu"), timeout_s, raises_in_time=False, has_ended=has_ended)
 
 
 @pytest.fixture
@@ -146,6 +146,22 @@ def test_a_member_that_never_connects_ends_the_meeting_in_time() -> None:
         on(group).meet()
     assert time.monotonic() - started < SOON_S and group.aborted.is_set()
     on(FakeGroup(alive=1)).meet()
+
+
+def test_a_receiver_notices_at_once_that_the_sender_has_left() -> None:
+    """Whether it is connecting, or waits for a message; no timeout has to pass, after which it would count as lost."""
+    server = StoreServer("127.0.0.1", "s" * 32)
+    store = join_rendezvous("127.0.0.1", server.port, "s" * 32, TIMEOUT_S)
+    group, connecting = FakeGroup(), FakeGroup(connects=False)
+    members = on(group, 10 * SOON_S, store.has_ended)
+    threading.Timer(0.2, server.close).start()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="ended by its host"):
+        members.wait(members.broadcast(torch.zeros(1)))
+    with pytest.raises(RuntimeError, match="ended by its host"):
+        on(connecting, 10 * SOON_S, store.has_ended).meet()
+    assert time.monotonic() - started < SOON_S
+    assert group.aborted.is_set() and connecting.aborted.is_set()
 
 
 def test_work_that_failed_is_an_error_though_it_counts_as_completed() -> None:

@@ -19,6 +19,11 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/extension.h>
 
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <deque>
 #include <limits>
@@ -89,11 +94,61 @@ static Usage usage[MAX_DEVICES];
 static std::map<const char*, size_t> pinned;
 static thread_local c10::DeviceIndex current = 0;
 
+// What all processes on this host have on the same devices, in a file that they map (EMULATED_NPU_SHARED).
+constexpr int MAX_PROCESSES = 64;
+struct Slot {
+  std::atomic<int32_t> pid;
+  std::atomic<uint64_t> allocated[MAX_DEVICES];
+};
+struct OfAll {
+  std::atomic<uint64_t> peak[MAX_DEVICES];
+  Slot slots[MAX_PROCESSES];
+};
+static OfAll* of_all = nullptr;
+static Slot* own_slot = nullptr;
+static int physical[MAX_DEVICES];  // the device of the host that each of this process is
+
+static void share_usage(const std::string& path, const std::vector<int>& devices) {
+  std::copy(devices.begin(), devices.end(), physical);
+  int file = open(path.c_str(), O_RDWR | O_CREAT, 0600);
+  TORCH_CHECK(file >= 0 && ftruncate(file, sizeof(OfAll)) == 0, "cannot share the usage of devices in ", path);
+  of_all = static_cast<OfAll*>(mmap(nullptr, sizeof(OfAll), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
+  close(file);
+  for (auto& slot : of_all->slots) {
+    int32_t before = slot.pid;
+    if (before && kill(before, 0) == 0) continue;
+    if (!slot.pid.compare_exchange_strong(before, getpid())) continue;
+    for (auto& each : slot.allocated) each = 0;
+    own_slot = &slot;
+    return;
+  }
+  TORCH_CHECK(false, "more processes than ", MAX_PROCESSES, " share the devices");
+}
+
+// Memory of other processes that live on a device of this one.
+static size_t of_others(int device) {
+  size_t sum = 0;
+  if (of_all)
+    for (auto& slot : of_all->slots)
+      if (&slot != own_slot && slot.pid && kill(slot.pid, 0) == 0) sum += slot.allocated[physical[device]];
+  return sum;
+}
+
+static void note_usage(int device) {  // with memory_mutex
+  if (!of_all) return;
+  size_t own = usage[device].allocated, sum = own + of_others(device);
+  own_slot->allocated[physical[device]] = own;
+  auto& peak = of_all->peak[physical[device]];
+  for (uint64_t before = peak; before < sum && !peak.compare_exchange_weak(before, sum);) {}
+}
+
 Block::~Block() {
   {
     std::lock_guard<std::mutex> lock(memory_mutex);
-    if (device >= 0) usage[device].allocated -= size;
-    else pinned.erase(static_cast<const char*>(data));
+    if (device >= 0) {
+      usage[device].allocated -= size;
+      note_usage(device);
+    } else pinned.erase(static_cast<const char*>(data));
   }
   c10::free_cpu(data);
 }
@@ -104,10 +159,13 @@ static void reserve(size_t size) {
   bool strikes_now = strikes("oom");
   std::lock_guard<std::mutex> lock(memory_mutex);
   auto& used = usage[current];
-  TORCH_CHECK_WITH(OutOfMemoryError, !strikes_now && used.allocated + size <= capacity,
+  size_t others = of_others(current);
+  TORCH_CHECK_WITH(OutOfMemoryError, !strikes_now && others + used.allocated + size <= capacity,
                    "NPU out of memory. Tried to allocate ", size, " bytes (NPU ", int(current), "; ", capacity.load(),
-                   " bytes total capacity; ", used.allocated, " bytes already allocated)");
+                   " bytes total capacity; ", used.allocated, " bytes already allocated, ", others,
+                   " by other processes)");
   used.allocated += size;
+  note_usage(current);
   used.peak = std::max(used.peak, used.allocated);
   used.reserved = std::max(used.reserved, used.allocated);
 }
@@ -879,7 +937,8 @@ static void init(int devices, size_t bytes, const std::string& late, const std::
 static std::map<std::string, size_t> memory(int device) {
   std::lock_guard<std::mutex> lock(memory_mutex);
   auto& used = usage[device];
-  return {{"allocated", used.allocated}, {"peak", used.peak}, {"reserved", used.reserved}, {"capacity", capacity}};
+  return {{"allocated", used.allocated}, {"peak", used.peak}, {"reserved", used.reserved}, {"capacity", capacity},
+          {"others", of_others(device)}};
 }
 
 static void forget_peak(int device, bool frees) {
@@ -909,6 +968,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current_device", [] { return int(current); });
   m.def("device_count", [] { return num_devices; });
   m.def("memory", memory);
+  m.def("share_usage", share_usage);
   m.def("forget_peak", forget_peak);
   m.def("host_view", host_view, NoGil());
   m.def("adopt", adopt, NoGil());

@@ -1,6 +1,7 @@
 """An environment for programs in which torch_npu and MindSpeed are installed, and the emulated NPUs are there."""
 
 import os
+import struct
 from collections import Counter
 from pathlib import Path
 
@@ -24,24 +25,38 @@ FILES = {
 }
 
 
-def emulated_environment(folder: Path, **variables: object) -> dict[str, str]:
+MINDSPEED = "MINDSPEED_SOURCE"
+"""Names a checkout of Ascend/MindSpeed, branch core_r0.16.0, for the tests that take it."""
+
+
+def emulated_environment(folder: Path, mindspeed: str | None = None, **variables: object) -> dict[str, str]:
     """Variables for programs on emulated NPUs; `folder` gets the packages, and the records of waits.
 
     Args:
+        mindspeed: a checkout of the real one, which then takes the place of the stand-in.
         variables: of `torch_npu.py`, without their common prefix, as in `faults="oom:17"`.
     """
     site, records = folder / "site", folder / "records"
-    for name, text in FILES.items():
+    files = FILES
+    if mindspeed is not None:
+        files = {name: text for name, text in FILES.items() if not name.startswith("mindspeed/")}
+        files["sitecustomize.py"] += f"import {HERE}.unused_packages\n"
+    for name, text in files.items():
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text(text)
     records.mkdir(exist_ok=True)
     own = {"library": library(), "records": records, **variables}
     return {
         **os.environ,
-        "PYTHONPATH": f"{site}{os.pathsep}{ROOT}",
+        "PYTHONPATH": os.pathsep.join(map(str, [site, ROOT, *([mindspeed] if mindspeed else [])])),
         "OMP_NUM_THREADS": "1",
         **{f"EMULATED_NPU_{name.upper()}": str(value) for name, value in own.items()},
     }
+
+
+def peaks_of_all(file: Path) -> list[int]:
+    """Of each device, in bytes, what all processes had on it together at most; `file` is the variable `shared`."""
+    return list(struct.unpack("16Q", file.read_bytes()[: 16 * 8]))
 
 
 def recorded_waits(folder: Path, *functions: str) -> Counter[str]:
@@ -53,3 +68,9 @@ def recorded_waits(folder: Path, *functions: str) -> Counter[str]:
             names = {caller.rpartition(".")[2] for caller in callers.split(" < ")}
             kinds[kind] += names.issuperset(functions)
     return +kinds
+
+
+def recorded_races(folder: Path) -> list[str]:
+    """Uses of memory that another stream wrote, without waiting for it, by any process, with the code of each."""
+    files = (folder / "records").glob("*.waits")
+    return [line for file in files for line in file.read_text().splitlines() if line.startswith("race in ")]

@@ -25,6 +25,8 @@ LATE = "EMULATED_NPU_LATE"
 """Which queued copies are late: a seed, or "always", or "never"."""
 FAULTS = "EMULATED_NPU_FAULTS"
 """As in "lost:200@async_rl.trainer,oom:17": at the 200th kernel of that program, and the 17th allocation of any."""
+SHARED = "EMULATED_NPU_SHARED"
+"""A file through which processes know what all of them have on the same devices; without it each has its own."""
 RECORDS = "EMULATED_NPU_RECORDS"
 """A folder: each process writes a file of its waits there. With it a fault strikes in one process only."""
 
@@ -92,6 +94,9 @@ def configure(late: str = "0", faults: str = "", capacity: int = 64 << 30) -> No
 
 
 configure(os.environ.get(LATE, "0"), os.environ.get(FAULTS, ""), int(os.environ.get(CAPACITY, 64 << 30)))
+if SHARED in os.environ:
+    _visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES") or ",".join(map(str, range(_num_devices())))
+    native.share_usage(os.environ[SHARED], list(map(int, _visible.split(","))))
 backend_registration.rename_privateuse1_backend("npu")
 
 
@@ -142,7 +147,7 @@ def _memory(name: str) -> Callable[..., int]:
 
 def _mem_get_info(device: Any = None) -> tuple[int, int]:
     used = native.memory(_index(device))
-    return used["capacity"] - used["allocated"], used["capacity"]
+    return used["capacity"] - used["allocated"] - used["others"], used["capacity"]
 
 
 def _properties(device: Any = None) -> types.SimpleNamespace:
@@ -192,6 +197,7 @@ vars(npu).update(
     get_rng_state=lambda device=None: torch.get_rng_state(),
     set_rng_state=lambda state, device=None: torch.set_rng_state(state),
     default_generators=(torch.default_generator,) * 8,
+    mstx=types.SimpleNamespace(range_start=lambda *_: 0, range_end=lambda *_: None),
     get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
 )
 torch._register_device_module("npu", npu)
@@ -251,12 +257,10 @@ class _ToDevice(torch.autograd.Function):
         return native.host_view(gradient), None
 
 
-def _fused(name: str) -> Callable[..., Any]:
+def on_host(name: str, operator: Callable[..., Any]) -> Callable[..., Any]:
     """The operator on tensors of the device, computed on the host."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        from tests.support.devices.fake_torch_npu import FakeTorchNPU
-
         index = native.current_device()
 
         def down(x: torch.Tensor) -> Any:
@@ -268,9 +272,18 @@ def _fused(name: str) -> Callable[..., Any]:
             return _ToDevice.apply(x, index) if x.requires_grad else native.adopt(x, index)  # type: ignore[no-untyped-call]
 
         given = tree_map_only(torch.Tensor, down, (list(args), kwargs))
-        return tree_map_only(torch.Tensor, up, getattr(FakeTorchNPU(), name)(*given[0], **given[1]))
+        return tree_map_only(torch.Tensor, up, operator(*given[0], **given[1]))
 
     return call
+
+
+def _fused(name: str) -> Callable[..., Any]:
+    def operator(*args: Any, **kwargs: Any) -> Any:
+        from tests.support.devices.fake_torch_npu import FakeTorchNPU
+
+        return getattr(FakeTorchNPU(), name)(*args, **kwargs)
+
+    return on_host(name, operator)
 
 
 npu_fusion_attention = _fused("npu_fusion_attention")
@@ -282,6 +295,7 @@ npu_grouped_matmul = _fused("npu_grouped_matmul")
 
 unsupported_dtype = [torch.quint8, torch.quint4x2, torch.quint2x4, torch.qint32, torch.qint8]
 
-_native = types.ModuleType("torch_npu._C._distributed_c10d")
+_C, _native = types.ModuleType("torch_npu._C"), types.ModuleType("torch_npu._C._distributed_c10d")
 vars(_native)["ProcessGroupHCCL"] = ProcessGroupHCCL
-sys.modules |= {"torch_npu.npu": npu, "torch_npu._C": types.ModuleType("torch_npu._C"), _native.__name__: _native}
+vars(_C)["_distributed_c10d"] = _native
+sys.modules |= {module.__name__: module for module in (npu, _C, _native)}

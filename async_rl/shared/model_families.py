@@ -1,0 +1,111 @@
+"""The families of models that the trainer holds, a row each: what their layers have, what config.json leaves out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+QKV_BIAS, OUT_BIAS, MLP_BIAS, QK_NORM = "qkv_bias", "out_bias", "mlp_bias", "qk_norm"
+"""Features of layers: biases of queries, keys and values, of attention's output, of the feed-forward part's layers, and
+norms of each head's queries and keys."""
+
+ORIGINAL: Final = "original_max_position_embeddings"
+QUERY_BETA: Final = "llama_4_scaling_beta"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type`.
+
+    Attributes:
+        head_dim: where config.json leaves it out; None divides the hidden size among the heads.
+        norm_eps, theta, tied: rms_norm_eps, rope_theta, and tie_word_embeddings, where it leaves them out.
+        rope: its rotary embeddings where it leaves them out.
+        features: what all of its models have.
+        features_of: what those have in whose config.json a key is true.
+        true: keys of `features_of` that are true where it leaves them out.
+        multiplies: has Granite's four multipliers.
+        scales_queries: multiplies queries by a logarithm of their position, as Llama 4 does.
+        experts: "qwen" has Qwen3-MoE's, in every layer; "deepseek" has DeepSeek-V3's, after the first layers.
+        has_latents: has multi-head latent attention.
+        rotary_share: partial_rotary_factor where config.json leaves it out; None where transformers reads none.
+    """
+
+    head_dim: int | None = None
+    norm_eps: float = 1e-6
+    theta: float = 10_000.0
+    tied: bool = False
+    rope: Mapping[str, Any] = field(default_factory=dict)
+    features: frozenset[str] = frozenset()
+    features_of: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    true: frozenset[str] = frozenset()
+    multiplies: bool = False
+    scales_queries: bool = False
+    experts: Literal["qwen", "deepseek"] | None = None
+    has_latents: bool = False
+    rotary_share: float | None = None
+
+
+_ATTENTION: Final = {"attention_bias": frozenset({QKV_BIAS, OUT_BIAS})}
+_BOTH: Final = {**_ATTENTION, "mlp_bias": frozenset({MLP_BIAS})}
+_MINISTRAL: Final = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    ORIGINAL: 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    QUERY_BETA: 0.1,
+}
+
+TABLE: Final[Mapping[str, Family]] = {
+    "qwen3": Family(head_dim=128, features=frozenset({QK_NORM}), features_of=_ATTENTION),
+    "qwen3_moe": Family(features=frozenset({QK_NORM}), features_of=_ATTENTION, experts="qwen"),
+    "qwen2": Family(features=frozenset({QKV_BIAS})),
+    "llama": Family(features_of=_BOTH),
+    "mistral": Family(),
+    "ministral3": Family(head_dim=128, norm_eps=1e-5, rope=_MINISTRAL, scales_queries=True),
+    "smollm3": Family(theta=2e6, tied=True, features_of=_BOTH),
+    "seed_oss": Family(
+        head_dim=128,
+        features_of={
+            "attention_bias": frozenset({QKV_BIAS}),
+            "attention_out_bias": frozenset({OUT_BIAS}),
+            "mlp_bias": frozenset({MLP_BIAS}),
+        },
+        true=frozenset({"attention_bias"}),
+    ),
+    "granite": Family(features_of=_BOTH, multiplies=True),
+    "deepseek_v3": Family(experts="deepseek", has_latents=True),
+    "glm4_moe": Family(
+        norm_eps=1e-5,
+        features_of={"attention_bias": frozenset({QKV_BIAS}), "use_qk_norm": frozenset({QK_NORM})},
+        experts="deepseek",
+        rotary_share=0.5,
+    ),
+}
+"""By `model_type`."""
+
+SAME_AS: Final = {"kimi_k2": "deepseek_v3"}
+"""Names that checkpoints give to another family's architecture."""
+
+BIAS_KEYS: Final = ("attention_bias", "attention_out_bias", "mlp_bias")
+"""Keys of config.json that a family without them in `features_of` must not have set."""
+
+MULTIPLIERS: Final = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+"""Granite's keys, each 1 where config.json leaves it out."""
+
+ROPE_KINDS: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
+    "yarn": (
+        ("factor",),
+        (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""Kinds of rotary embeddings whose angles depend on the position only: the keys that each needs, and may have."""
+
+ROPE_KEYS: Final = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+"""What any of them may have."""

@@ -1,0 +1,80 @@
+"""Pools that take turns, on a CPU: instances sleep while the trainer trains; faults in between; the same bits."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.local_run import Run
+from tests.support.same_run import assert_same_run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+SETTINGS = (
+    "--train.iterations=8",
+    "--train.order=prompt",
+    "--checkpoint.every=1",
+    "--train.exact=true",
+    "--algorithm.kl_coef=0.05",
+)
+EVALUATION = """
+[evaluation]
+every = 2
+[[evaluation.sets]]
+name = "held-out"
+source = "{source}"
+num_samples = 2
+max_prompts = 4
+"""
+
+
+def make_run(folder: Path, model: Path) -> Run:
+    run = Run(folder, model)
+    run.config.write_text(run.config.read_text() + EVALUATION.format(source=folder / "rows.jsonl"))
+    return run
+
+
+def words(run: Run, placement: str) -> list[str]:
+    snapshots = f"--publish.snapshot_dir={run.dir.parent}/snapshots"
+    return [*SETTINGS, "--publish.transport=snapshot", snapshots, f"--run.placement={placement}"]
+
+
+@pytest.fixture(scope="module")
+def separate(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Run:
+    run = make_run(tmp_path_factory.mktemp("separate"), tiny_model("qwen3", tied=True))
+    return run.train(*words(run, "separate"))
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Run:
+    """In turns; loses an instance while it is asked or asleep, then its trainer with the producer."""
+    run = make_run(tmp_path_factory.mktemp("turns"), tiny_model("qwen3", tied=True))
+    run.start(*words(run, "turns"), "--inference.num_instances=2")
+    run.wait_for_iterations(2)
+    run.instances()[0].kill()
+    run.wait_for_iterations(4)
+    run.kill_trainer()
+    assert run.finish() == 0, run.everything_said()
+    return run
+
+
+def test_it_trains_the_same_bits_whatever_is_lost(disturbed: Run, separate: Run) -> None:
+    assert_same_run(disturbed, separate)
+    assert all(record["on_policy"] for record in disturbed.lines("metrics.jsonl"))
+
+
+def test_evaluations_are_made_before_the_instances_sleep(disturbed: Run, separate: Run) -> None:
+    of_both = [
+        [{key: row[key] for key in ("iteration", "set", "reward_mean")} for row in run.lines("evaluations.jsonl")]
+        for run in (disturbed, separate)
+    ]
+    assert {row["iteration"] for row in of_both[1]} == {0, 2, 4, 6, 8}
+    assert {json.dumps(row) for row in of_both[0]} == {json.dumps(row) for row in of_both[1]}
+
+
+def test_nothing_is_trained_before_all_is_rolled_out(disturbed: Run) -> None:
+    for record in disturbed.lines("metrics.jsonl"):
+        groups = [row for row in disturbed.lines("timeline.jsonl") if row["iteration"] == record["iteration"]]
+        assert groups
+        assert max(row["finished_s"] for row in groups) <= min(row["train_started_s"] for row in groups)

@@ -1,0 +1,67 @@
+"""What a publish between devices takes besides the weights is at most what the forecast says, at both ends."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from async_rl.checks.forecast import memory
+from async_rl.checks.forecast.instance_memory import RECEIVED_MESSAGES
+from async_rl.shared.weights import stream
+from async_rl.shared.weights.store import StoreServer
+from async_rl.shared.weights.stream import TensorSpec, WeightGroup
+from tests.support.devices.emulated.process import on_emulated_npu
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+SCALE = 512
+"""By which all sizes are smaller than they are."""
+EMBEDDING, MATRIX = 1200 * 1024, 17 * 1024
+SPECS = [TensorSpec(f"t{i}", "uint8", (size,)) for i, size in enumerate([EMBEDDING, *[MATRIX] * 200, EMBEDDING])]
+
+
+def share_of_forecast(number: int, publish: Callable[[WeightGroup, list[torch.Tensor]], str]) -> float:
+    """The peak of a member that is alone in its group, over what so many messages and the fingerprint may take."""
+    for name in ("WINDOW_BYTES", "SUMMED_BYTES", "BLOCK_WORDS", "DEVICE_BUCKET_BYTES"):
+        setattr(stream, name, getattr(stream, name) // SCALE)
+    memory.MESSAGE_BYTES //= SCALE
+    npu: Any = torch.get_device_module("npu")
+    group = WeightGroup(StoreServer("127.0.0.1", "s" * 32).store(60), 0, 1, "hccl", 60, torch.device("npu", 0))
+    weights = [torch.ones(spec.shape, dtype=torch.uint8, device="npu") for spec in SPECS]
+    before = npu.memory_allocated()
+    npu.reset_peak_memory_stats()
+    assert publish(group, weights)
+    limit = memory.messages_bytes(number, sum(spec.num_bytes for spec in SPECS), EMBEDDING)
+    return float((npu.max_memory_allocated() - before) / (limit + memory.FINGERPRINT_BYTES // SCALE))
+
+
+@on_emulated_npu
+def test_a_sender_stays_within_the_forecast() -> None:
+    def send(group: WeightGroup, weights: list[torch.Tensor]) -> str:
+        return group.send(zip(SPECS, weights, strict=True), stream.DEVICE_BUCKET_BYTES)
+
+    share = share_of_forecast(2, send)
+    assert 0.3 < share <= 1, share
+
+
+def receive(group: WeightGroup, weights: list[torch.Tensor], into: dict[str, torch.Tensor]) -> str:
+    fingerprint = stream.fingerprint_on(group.device)
+    for own, (spec, tensor) in zip(weights, group.receive(SPECS, stream.DEVICE_BUCKET_BYTES, into), strict=True):
+        fingerprint.add(spec, tensor if into else own.copy_(tensor))
+    return fingerprint.hexdigest()
+
+
+@on_emulated_npu
+def test_an_embedded_engine_which_has_places_for_all_stays_within_the_forecast() -> None:
+    def into_places(group: WeightGroup, weights: list[torch.Tensor]) -> str:
+        return receive(group, weights, {spec.name: own for spec, own in zip(SPECS, weights, strict=True)})
+
+    share = share_of_forecast(RECEIVED_MESSAGES["transformers"], into_places)
+    assert 0.3 < share <= 1, share
+
+
+@on_emulated_npu
+def test_a_loader_that_holds_what_it_was_given_last_stays_within_the_forecast() -> None:
+    share = share_of_forecast(RECEIVED_MESSAGES["vllm"], lambda group, weights: receive(group, weights, {}))
+    assert 0.3 < share <= 1, share
