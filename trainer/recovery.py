@@ -41,7 +41,7 @@ memory or a reward that kills its process, will end a third one. Launchers resta
 and not for ever."""
 
 
-class Process(Protocol):
+class ProducerHandle(Protocol):
     """The process of a producer; see `ProducerProcess`."""
 
     def address(self, watch: Callable[[], None]) -> ProducerAddress: ...
@@ -56,7 +56,7 @@ class OwnProducer:
         start: starts the process.
     """
 
-    def __init__(self, start: Callable[[], Process], lost_after_s: float) -> None:
+    def __init__(self, start: Callable[[], ProducerHandle], lost_after_s: float) -> None:
         self._start = start
         self._lost_after_s = lost_after_s
         self._process = start()

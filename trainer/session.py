@@ -37,7 +37,7 @@ from trainer.parallel import Parallel, address_for_ranks
 from trainer.process_end import end_now
 from trainer.prompt_data import begin_loading, load_prompts_and_contents
 from trainer.rank import NoRolloutSource, TrainingRank, weight_source
-from trainer.recovery import OwnProducer, Process, Recovery, Restart
+from trainer.recovery import OwnProducer, ProducerHandle, Recovery, Restart
 from trainer.saving import Saving
 from trainer.shared_directory import require_shared
 from trainer.shutdown import Shutdown
@@ -46,7 +46,7 @@ from trainer.trainer import MegatronTrainer
 
 log = logging.getLogger(__name__)
 
-StartProducer = Callable[[Config, str, str], Process]
+StartProducer = Callable[[Config, str, str], ProducerHandle]
 """(config, lease, this host's address) -> the producer, which was started."""
 
 

@@ -3,7 +3,7 @@
 Every entry point loads it first and passes each part only its own section. Unknown keys are errors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -144,168 +144,151 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _something_rewards(self) -> "Config":
+    def _has_no_contradictions(self) -> "Config":
+        """Names all contradictions between sections at once."""
+        checks = (
+            self._something_rewards,
+            self._the_critic_is_not_always_alone,
+            self._mixtures_name_rewards_that_exist,
+            self._weights_are_of_parts_that_exist,
+            self._several_steps_have_an_old_model,
+            self._a_reserve_can_be_selected_from,
+            self._overlong_tokens_are_part_of_a_response,
+            self._whole_batches_are_waited_for,
+            self._whole_groups_fit_a_micro_batch,
+            self._groups_can_be_compared,
+            self._instances_have_a_range,
+            self._settings_have_an_effect,
+        )
+        if faults := [fault for check in checks for fault in check()]:
+            raise ValueError("\n".join(faults))
+        self.require_prompts_for(self.trainer.num_local_ranks * self.cluster.training_nodes)
+        return self
+
+    def _something_rewards(self) -> Iterator[str]:
         if not self.reward.is_given and self.rollout.program == SINGLE_TURN:
-            raise ValueError(
+            yield (
                 f"reward.name is not set, but rollout.program = {SINGLE_TURN!r} needs a reward: set it to math, code, "
                 "another of rewards.md, or python:path/to/file.py:function"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _the_critic_is_not_always_alone(self) -> "Config":
+    def _the_critic_is_not_always_alone(self) -> Iterator[str]:
         alone, iterations = self.algorithm.critic.critic_iterations_alone, self.train.iterations
         if alone >= iterations:
-            raise ConfigError(
+            yield (
                 f"algorithm.options.critic_iterations_alone is {alone}, but train.iterations is {iterations}: the "
                 "policy would never learn; lower the one or raise the other"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _mixtures_name_rewards_that_exist(self) -> "Config":
+    def _mixtures_name_rewards_that_exist(self) -> Iterator[str]:
         labels = self.reward.weights
         for part in self.prompts.mixture:
             if unknown := [label for label in part.reward if label not in labels]:
                 expected = ", ".join(labels) or "[[reward.parts]], of which there are none"
-                raise ValueError(
+                yield (
                     f"prompts.mixture {part.name!r} has the reward {unknown[0]!r}: expected one or several of "
                     f"{expected}"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _weights_are_of_parts_that_exist(self) -> "Config":
+    def _weights_are_of_parts_that_exist(self) -> Iterator[str]:
         weights = self.algorithm.options.get("weights")
         if self.algorithm.traits.options is not GDPOOptions or not isinstance(weights, dict):
-            return self
+            return
         labels = list(self.reward.weights)
         if not labels or self.rollout.program != SINGLE_TURN:
             # A program may give a reward of its own, which has no parts.
             labels.append(WHOLE_REWARD)
         if unknown := [name for name in weights if name not in (*labels, SHAPING)]:
-            raise ValueError(
+            yield (
                 f"algorithm.options.weights has {unknown[0]!r}: expected parts of the reward, {', '.join(labels)}, or "
                 f"{SHAPING}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _several_steps_have_an_old_model(self) -> "Config":
+    def _several_steps_have_an_old_model(self) -> Iterator[str]:
         if self.train.steps_per_batch > 1 and self.algorithm.old_policy != "model":
-            raise ValueError(
+            yield (
                 f"train.steps_per_batch is {self.train.steps_per_batch} with algorithm.old_policy = "
                 f"{self.algorithm.old_policy!r}: after its first step the policy is not the one that sampled; "
                 "set algorithm.old_policy to 'model'"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_reserve_can_be_selected_from(self) -> "Config":
+    def _a_reserve_can_be_selected_from(self) -> Iterator[str]:
         reserve = self.prompts.reserve
         if reserve and self.train.steps_per_batch > 1:
-            raise ValueError(
+            yield (
                 f"prompts.reserve is {reserve} with train.steps_per_batch = {self.train.steps_per_batch}: prompts are "
                 "divided among steps by index, before it is known which ones are selected; set prompts.reserve = 0 or "
                 "train.steps_per_batch = 1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_can_have_a_signal(self) -> "Config":
-        reserve = self.prompts.reserve
         if reserve and self.rollout.responses_per_prompt == 1:
-            raise ValueError(
+            yield (
                 f"prompts.reserve is {reserve} with rollout.responses_per_prompt = 1: it avoids prompts whose rewards "
                 "are all equal, as a single one always is; set prompts.reserve = 0 or more responses"
             )
         if reserve and self.algorithm.traits.single_rollouts:
-            raise ValueError(
+            yield (
                 f"prompts.reserve is {reserve} with algorithm.name = {self.algorithm.name!r}: it avoids prompts whose "
                 "rewards are all equal, but this algorithm does not compare the rewards of a prompt, and learns "
                 "from such prompts, too; set prompts.reserve = 0"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _overlong_tokens_are_part_of_a_response(self) -> "Config":
+    def _overlong_tokens_are_part_of_a_response(self) -> Iterator[str]:
         overlong, limit = self.algorithm.overlong_tokens, self.rollout.max_response_tokens
         if overlong is not None and overlong > limit:
-            raise ValueError(
+            yield (
                 f"algorithm.overlong_tokens is {overlong}, but rollout.max_response_tokens is {limit}: it is the last "
                 "part of them, a quarter for example"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _whole_batches_are_waited_for(self) -> "Config":
+    def _whole_batches_are_waited_for(self) -> Iterator[str]:
         algorithm = self.algorithm
         if algorithm.waits_for_batch and self.train.mode != "synchronous":
             adds = "" if algorithm.traits.totals else " with KL, entropy or a teacher beside it"
             remedy = "" if algorithm.traits.totals else ", or algorithm.scale_by_std = true or false"
-            raise ValueError(
+            yield (
                 f"train.mode is {self.train.mode!r}, but algorithm.name = {algorithm.name!r}{adds} divides by a "
                 "deviation over the whole batch, so no group can be trained before the last one has finished: set "
                 f"train.mode = 'synchronous'{remedy} (see algorithms.md)"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _whole_groups_fit_a_micro_batch(self) -> "Config":
+    def _whole_groups_fit_a_micro_batch(self) -> Iterator[str]:
         prompt, response = self.prompts.max_prompt_tokens, self.rollout.max_response_tokens
         longest = prompt + self.rollout.responses_per_prompt * response
         limit = self.trainer.micro_batch_tokens
         if self.algorithm.traits.whole_groups and longest > limit:
-            raise ValueError(
+            yield (
                 f"trainer.micro_batch_tokens is {limit}, but algorithm.name = {self.algorithm.name!r} compares "
                 f"rollouts of a whole group in one micro-batch, and a group may have {prompt} "
                 f"(prompts.max_prompt_tokens) + {self.rollout.responses_per_prompt} x {response} "
                 f"(rollout.responses_per_prompt x max_response_tokens) = {longest} tokens: raise "
                 "trainer.micro_batch_tokens, or lower the others"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _groups_can_be_compared(self) -> "Config":
+    def _groups_can_be_compared(self) -> Iterator[str]:
         # An error, not a warning: such a run would use its time without changing the weights.
         compares = not self.algorithm.is_own and not self.algorithm.traits.single_rollouts
         if self.rollout.responses_per_prompt == 1 and compares:
-            raise ValueError(
+            yield (
                 f"rollout.responses_per_prompt is 1, but algorithm.name = {self.algorithm.name!r} compares the "
                 "responses of a prompt with each other: the advantage of a single one is 0, and nothing is learned; "
                 "set it to 2 or more, 8 for example"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _batch_feeds_every_replica(self) -> "Config":
-        self.require_prompts_for(self.trainer.num_local_ranks * self.cluster.training_nodes)
-        return self
-
-    @model_validator(mode="after")
-    def _instances_have_a_range(self) -> "Config":
+    def _instances_have_a_range(self) -> Iterator[str]:
         if self.cluster.max_instances is not None and self.cluster.max_instances < self.inference.num_instances:
-            raise ValueError(
+            yield (
                 f"cluster.max_instances is {self.cluster.max_instances}, but inference.num_instances, the least, is "
                 f"{self.inference.num_instances}: raise the one or lower the other"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _settings_have_an_effect(self) -> "Config":
-        faults = []
+    def _settings_have_an_effect(self) -> Iterator[str]:
         for need in (need for need in NEEDS if not need.is_met(self)):
             section = getattr(self, need.section)
             for key, default in ((key, type(section).model_fields[key]) for key in need.keys.split()):
                 value = getattr(section, key)
                 if value != default.get_default(call_default_factory=True):
                     name = f"{need.section}.{key}"
-                    faults.append(
-                        f"{name} is {as_toml(value)} and has no effect here: set {need.remedy}, or remove {name}"
-                    )
-        if faults:
-            raise ValueError("\n".join(faults))
-        return self
+                    yield f"{name} is {as_toml(value)} and has no effect here: set {need.remedy}, or remove {name}"
 
     def require_prompts_for(self, num_ranks: int) -> None:
         """Checks that this number of training ranks forms replicas, each with a prompt of every mini-batch.

@@ -69,7 +69,7 @@ _ROOM_FOR_MEAN = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TimeShare:
     """A part of an iteration's time, by its name in `time_shares`; drawn so that it can be told without colours."""
 
     name: str
@@ -78,12 +78,12 @@ class Part:
 
 
 PARTS = (
-    Part("publishing", "▒", "blue"),
-    Part("canary", "▓", "magenta"),
-    Part("training", "█", "green"),
-    Part("waiting", "░", "yellow"),
-    Part("evaluating", "▚", "cyan"),
-    Part("other", "·", "dim"),
+    TimeShare("publishing", "▒", "blue"),
+    TimeShare("canary", "▓", "magenta"),
+    TimeShare("training", "█", "green"),
+    TimeShare("waiting", "░", "yellow"),
+    TimeShare("evaluating", "▚", "cyan"),
+    TimeShare("other", "·", "dim"),
 )
 
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from async_rl.errors import ConfigError
 from async_rl.shared.files import write_file
-from async_rl.shared.locks.process_identity import Process
+from async_rl.shared.locks.process_identity import ProcessIdentity
 
 LAUNCH_FILE = "launch.json"
 TASKS_FOLDER = "tasks"
@@ -56,14 +56,14 @@ class Launch:
 
     engine: str
     tasks: tuple[Task, ...]
-    launcher: Process | None = None
+    launcher: ProcessIdentity | None = None
 
 
 _LAUNCH: Final = TypeAdapter(Launch)
 _TASK: Final = TypeAdapter(Task)
 
 
-def write_launch(run_dir: Path, engine: str, tasks: Iterable[Task], launcher: Process | None = None) -> None:
+def write_launch(run_dir: Path, engine: str, tasks: Iterable[Task], launcher: ProcessIdentity | None = None) -> None:
     """Replaces the record of a run's tasks, those of an earlier launch included.
 
     Raises:

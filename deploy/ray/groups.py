@@ -41,7 +41,7 @@ class TaskEnd:
     message: str
 
 
-class Group(Protocol):
+class TaskGroup(Protocol):
     """A group that was asked for; calls return at once."""
 
     phase: Literal["placing", "placed", "starting", "running"]
@@ -74,7 +74,7 @@ class Group(Protocol):
 class Cluster(Protocol):
     """Places groups."""
 
-    def place(self, spec: GroupSpec) -> Group: ...
+    def place(self, spec: GroupSpec) -> TaskGroup: ...
 
     def free_resources(self) -> str:
         """What is free now, for the error of a group that found no room."""

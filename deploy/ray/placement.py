@@ -53,7 +53,7 @@ class RayCluster:
 
 
 class RayGroup:
-    """See `deploy.ray.groups.Group`.
+    """See `deploy.ray.groups.TaskGroup`.
 
     Args:
         actor: arguments of the `TaskActor`s.

@@ -5,7 +5,7 @@ from typing import Literal
 
 from async_rl.errors import ProcessFailed, RestartsExhausted
 from deploy.cluster.restarts import DONE, Restarts, may_restart
-from deploy.ray.groups import Cluster, Group, GroupSpec, TaskEnd
+from deploy.ray.groups import Cluster, GroupSpec, TaskEnd, TaskGroup
 
 END_MARGIN_S = 10.0
 """Beyond the grace time of its tasks, until a group is removed whatever it still does."""
@@ -27,7 +27,7 @@ class Slot:
         spec: GroupSpec,
         cluster: Cluster,
         restarts: Restarts,
-        trained: Callable[[Group], int],
+        trained: Callable[[TaskGroup], int],
         note: Callable[[str], None],
     ) -> None:
         self.spec = spec
@@ -35,7 +35,7 @@ class Slot:
         self.state: State = "waiting"
         self.since_s = 0.0
         """Since when it is in its state."""
-        self.group: Group | None = None
+        self.group: TaskGroup | None = None
         self.failure: ProcessFailed | RestartsExhausted | None = None
         """Why it failed."""
         self.cause: str | None = None
@@ -87,7 +87,7 @@ class Slot:
         """Its task was asked by the fleet to end: however it does, it is done."""
         self._may_end = True
 
-    def _watch_ends(self, group: Group, now_s: float) -> None:
+    def _watch_ends(self, group: TaskGroup, now_s: float) -> None:
         ended = [end for end in group.ends if end is not None]
         # What ends because the others did is a consequence.
         self._fault = self._fault or next((end for end in ended if end.code != DONE), None)
@@ -101,7 +101,7 @@ class Slot:
                 group.request_end()
             self._become("ending", now_s)
 
-    def _decide(self, group: Group, now_s: float) -> None:
+    def _decide(self, group: TaskGroup, now_s: float) -> None:
         """All tasks have ended: for good, or until they are placed again."""
         fault, self._fault = self._fault, None
         if self._may_end or fault is None:

@@ -17,7 +17,7 @@ from typing import Protocol
 from async_rl.errors import NotPlaced, ProcessFailed
 from deploy.cluster.plan import ClusterPlan
 from deploy.cluster.restarts import Restarts, num_trained
-from deploy.ray.groups import Cluster, Group
+from deploy.ray.groups import Cluster, TaskGroup
 from deploy.ray.scaling import Scaler
 from deploy.ray.slot import Slot
 from deploy.ray.specs import bundle, instance_group, instance_name, run_dir, training_group
@@ -166,10 +166,10 @@ class Supervisor:
     def _restarts(self) -> Restarts:
         return Restarts(self._plan.config.cluster.max_restarts)
 
-    def _trained(self, _group: Group) -> int:
+    def _trained(self, _group: TaskGroup) -> int:
         return num_trained(self._run_dir)
 
-    def _sampled(self, group: Group) -> int:
+    def _sampled(self, group: TaskGroup) -> int:
         """Iterations in which the instance took part, by its port: it may be reached at another address than Ray's."""
         if not group.nodes:
             return 0

@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.records.run_records import RecordFile
 from async_rl.shared.locks.lease import LEASE_DIR, Term, take_lease
-from async_rl.shared.locks.process_identity import Process, this_process
+from async_rl.shared.locks.process_identity import ProcessIdentity, this_process
 from deploy.cluster.restarts import num_trained
 from deploy.cluster.tasks import LAUNCH_FILE, Task, write_launch
 from deploy.status import main
@@ -31,7 +31,7 @@ BROKEN = (
 )
 """Zeros are what a file system leaves of a line after a crash of the host."""
 
-NEVER_OWN = Process("another host", 1, "1")
+NEVER_OWN = ProcessIdentity("another host", 1, "1")
 
 
 @pytest.fixture
@@ -94,7 +94,11 @@ def test_tasks_of_a_launcher_that_has_died_have_ended(run_dir: Path, capsys: pyt
     """Whatever it wrote last: it may have been killed."""
     tasks = [Task("trainer", "trainer", state="failed"), Task("instance-0", "instance", state="running")]
     me = this_process()
-    for launcher, state in ((me, "running"), (Process(me.kernel, me.pid, "1"), "ended"), (NEVER_OWN, "running")):
+    for launcher, state in (
+        (me, "running"),
+        (ProcessIdentity(me.kernel, me.pid, "1"), "ended"),
+        (NEVER_OWN, "running"),
+    ):
         write_launch(run_dir, "local", tasks, launcher)
         told = json.loads(shown(run_dir, capsys, "--json")[1])
         assert [task["state"] for task in told["tasks"]] == ["failed", state]
@@ -102,7 +106,7 @@ def test_tasks_of_a_launcher_that_has_died_have_ended(run_dir: Path, capsys: pyt
 
 def test_the_lease_of_a_dead_trainer_is_not_called_held(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     me = this_process()
-    for process, word in ((me, "held by"), (Process(me.kernel, me.pid, "1"), "held until its death by")):
+    for process, word in ((me, "held by"), (ProcessIdentity(me.kernel, me.pid, "1"), "held until its death by")):
         term = Term("uid", 2, "node-1", process, 20.0)
         (run_dir / LEASE_DIR / "00000002").write_text(json.dumps(asdict(term)))
         assert f"lease: term 2, {word} node-1" in shown(run_dir, capsys)[1]

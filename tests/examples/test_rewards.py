@@ -17,7 +17,7 @@ from async_rl.method.types import Prompt
 from async_rl.rollouts.data.part import parts_of
 from async_rl.rollouts.data.prompts import first_rows
 from async_rl.rollouts.rewards.base import as_rewards
-from async_rl.rollouts.rewards.function import Traits, load_function
+from async_rl.rollouts.rewards.function import RewardTraits, load_function
 from async_rl.rollouts.rewards.row_parts import labels_of
 from tests.support import ROOT
 from tests.support.groups import text_responses
@@ -33,7 +33,7 @@ def score(name: str, row: dict[str, Any], *texts: str) -> list[float]:
 def score_by(config: RewardSection, row: dict[str, Any], *texts: str) -> list[float]:
     function = load_function(config)
     returned = function(Prompt("row0", (3, 4), row), text_responses(*texts), row)
-    return as_rewards(asyncio.run(returned) if Traits.of(function).is_async else returned, len(texts))
+    return as_rewards(asyncio.run(returned) if RewardTraits.of(function).is_async else returned, len(texts))
 
 
 def rows_of(example: str) -> list[dict[str, Any]]:
@@ -43,13 +43,13 @@ def rows_of(example: str) -> list[dict[str, Any]]:
 def test_first_run_pays_half_for_an_answer_among_other_words() -> None:
     name = f"python:{EXAMPLES}/first_run/reward.py:exact"
     assert score(name, rows_of("first_run")[0], "5", " 5\n", "it is 5", "6") == [1.0, 1.0, 0.5, 0.0]
-    assert Traits.of(load_function(RewardSection(name=name))).correct_at == 1.0
+    assert RewardTraits.of(load_function(RewardSection(name=name))).correct_at == 1.0
 
 
 def test_exact_pays_for_the_answer_alone() -> None:
     name = f"python:{EXAMPLES}/rewards/exact.py:exact"
     assert score(name, {"prompt": "What is 2 + 3?", "answer": "5"}, "5", "it is 5") == [1.0, 0.0]
-    assert Traits.of(load_function(RewardSection(name=name))).correct_at == 1.0
+    assert RewardTraits.of(load_function(RewardSection(name=name))).correct_at == 1.0
 
 
 @pytest.mark.parametrize("row", range(4))

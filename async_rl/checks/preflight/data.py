@@ -5,7 +5,7 @@ from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.rollouts.data.evaluation_prompts import HELD_OUT, prompts_of_set
 from async_rl.rollouts.data.order import shares_of
-from async_rl.rollouts.data.part import Part, parts_of
+from async_rl.rollouts.data.part import SourcePart, parts_of
 from async_rl.rollouts.data.prompts import REASONING_GYM, first_rows
 from async_rl.rollouts.data.task_rows import NUM_ROWS as TASK_ROWS
 
@@ -68,7 +68,7 @@ def require_evaluation_sets(config: Config) -> None:
             raise ConfigError(f"evaluation set {each.name!r}: {error}") from error
 
 
-def _look_at(part: Part, max_rows: int) -> int:
+def _look_at(part: SourcePart, max_rows: int) -> int:
     """The number of rows, `max_rows` at most; checks each of them."""
     if part.source.startswith(REASONING_GYM):
         # One row shows whether task and options are compatible; the same code generates the others.

@@ -7,7 +7,7 @@ from async_rl.checks.preflight.user_file import PREFIX, require_function, signat
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.rollouts.data.evaluation_prompts import HELD_OUT, prompts_of_set
-from async_rl.rollouts.data.part import Part, parts_of
+from async_rl.rollouts.data.part import SourcePart, parts_of
 from async_rl.rollouts.data.prompts import first_rows
 from async_rl.rollouts.data.table_files import checked_rows
 from async_rl.rollouts.rewards.readable_answers import ANSWERS
@@ -100,7 +100,7 @@ def require_parts_of_rows(config: Config, *, trains: bool) -> None:
                 raise ConfigError(f"source {part.source!r}, row {number} (from 0): {error}") from error
 
 
-def _parts(config: Config, trains: bool) -> Iterator[tuple[Part, int]]:
+def _parts(config: Config, trains: bool) -> Iterator[tuple[SourcePart, int]]:
     """Each source, and how many of its rows are looked at."""
     if trains:
         yield from ((part, NUM_ROWS) for part in parts_of(config.prompts))

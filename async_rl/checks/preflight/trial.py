@@ -19,7 +19,7 @@ from async_rl.errors import ConfigError, RewardError
 from async_rl.method.token_arrays import Logprobs, TokenIds
 from async_rl.method.types import Prompt, Response
 from async_rl.rollouts.data.evaluation_prompts import HELD_OUT, prompts_of_set
-from async_rl.rollouts.data.part import Part, parts_of
+from async_rl.rollouts.data.part import SourcePart, parts_of
 from async_rl.rollouts.data.rendering import Tokenizer
 from async_rl.rollouts.data.table_files import MeasuredPart, measure_part
 from async_rl.rollouts.rewards.process_reward import NotInTime, ProcessReward
@@ -68,7 +68,7 @@ def try_out(config: Config) -> Trial:
 
 
 def _measure(
-    part: Part, what: str, tokenizer: Tokenizer, config: Config, trial: Trial, max_rows: int | None = None
+    part: SourcePart, what: str, tokenizer: Tokenizer, config: Config, trial: Trial, max_rows: int | None = None
 ) -> MeasuredPart | None:
     try:
         measured = measure_part(part, part.rows(config.run.seed), tokenizer, answer_check(config.reward), max_rows)

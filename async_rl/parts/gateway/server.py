@@ -107,7 +107,7 @@ FindExchanges = Callable[[str], Exchanges | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect(Generic[Request]):
+class ApiForm(Generic[Request]):
     """One of OpenAI's APIs: how a request is read, and its answer written, whole or as server-sent events."""
 
     route: str
@@ -116,8 +116,8 @@ class Dialect(Generic[Request]):
     events: Callable[[Answer, Request, Decode], Iterator[bytes]]
 
 
-CHAT = Dialect("/chat/completions", read_chat_request, completion, completion_events)
-RESPONSES = Dialect("/responses", read_responses_request, response_object, response_events)
+CHAT = ApiForm("/chat/completions", read_chat_request, completion, completion_events)
+RESPONSES = ApiForm("/responses", read_responses_request, response_object, response_events)
 
 
 def make_app(find_exchanges: FindExchanges, ignored: IgnoredFields, decode: Decode, model: str) -> web.Application:
@@ -153,20 +153,20 @@ class _Api:
             log.exception("the gateway failed at a request; its agent gets an error")
             return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal_error", "see the trainer's log").response()
 
-    async def serve(self, dialect: Dialect[Request], request: web.Request) -> web.StreamResponse:
+    async def serve(self, api_form: ApiForm[Request], request: web.Request) -> web.StreamResponse:
         """A turn for a request of one of the APIs."""
         exchanges = self._exchanges(request)
         exchanges.enter()
         try:
             body = await _read(request)
-            asked = dialect.read(body)
+            asked = api_form.read(body)
             self._ignored.note(asked.model_extra or {})
             idempotency_key = request.headers.get(IDEMPOTENCY_KEY)
             is_retry = idempotency_key is not None or request.headers.get(RETRY_COUNT, "0") != "0"
-            digest = _digest(body, dialect.route, idempotency_key or "")
+            digest = _digest(body, api_form.route, idempotency_key or "")
             async with _exchange(exchanges, asked.turn, digest, is_retry) as exchange:
                 answer = await exchanges.answer(exchange)
-                response, parts = self._response(dialect, asked, answer)
+                response, parts = self._response(api_form, asked, answer)
                 await _send(request, response, parts, exchanges, exchange)
                 return response
         finally:
@@ -193,13 +193,13 @@ class _Api:
         return exchanges
 
     def _response(
-        self, dialect: Dialect[Request], asked: Request, answer: Answer
+        self, api_form: ApiForm[Request], asked: Request, answer: Answer
     ) -> tuple[web.StreamResponse, Iterator[bytes]]:
         """With the parts that follow its head."""
         if asked.stream:
             headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-            return web.StreamResponse(headers=headers), dialect.events(answer, asked, self._decode)
-        body = to_json(dialect.whole(answer, asked, self._decode))
+            return web.StreamResponse(headers=headers), api_form.events(answer, asked, self._decode)
+        body = to_json(api_form.whole(answer, asked, self._decode))
         return web.Response(body=body, content_type="application/json"), iter(())
 
     @staticmethod

@@ -37,7 +37,7 @@ from async_rl.rollouts.agents.turn import (
     plain_message,
     require_well_formed,
 )
-from async_rl.rollouts.agents.turn_limits import Limits, Used, least_tokens
+from async_rl.rollouts.agents.turn_limits import TurnLimits, Used, least_tokens
 from async_rl.rollouts.agents.turn_tree import Conversation, TurnContext, TurnNode, TurnTree
 from async_rl.rollouts.data.prompts import Tokenizer
 from async_rl.rollouts.groups.sampling import ALL_TOKENS, Truncation, max_tokens_of, stops_of, turn_sampling, until_stop
@@ -381,7 +381,7 @@ class RolloutSession:
             tokens=_num_sampled(self._arrived[:num_known]),
             context=num_context,
         )
-        limits = Limits.of(rollout, max_tokens_of(rollout, self._prompt), self._shared.pool.max_model_len)
+        limits = TurnLimits.of(rollout, max_tokens_of(rollout, self._prompt), self._shared.pool.max_model_len)
         try:
             return limits.allowance(used, asked)
         except LimitReached as reached:

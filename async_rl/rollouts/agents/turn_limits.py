@@ -25,7 +25,7 @@ class Used:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TurnLimits:
     """Of one rollout; `longest` is None where neither the instances nor the config limit prompt and response."""
 
     max_turns: int
@@ -33,7 +33,7 @@ class Limits:
     longest: int | None
 
     @classmethod
-    def of(cls, rollout: RolloutSection, max_response_tokens: int, max_model_len: int | None) -> "Limits":
+    def of(cls, rollout: RolloutSection, max_response_tokens: int, max_model_len: int | None) -> "TurnLimits":
         lengths = (length for length in (max_model_len, rollout.max_context_tokens) if length)
         return cls(rollout.max_turns, max_response_tokens, min(lengths, default=None))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from async_rl.errors import ConfigError
 from async_rl.method.types import NO_CHECK, AnswerCheck
-from async_rl.rollouts.data.part import Part
+from async_rl.rollouts.data.part import SourcePart
 from async_rl.rollouts.data.rendering import Tokenizer
 from async_rl.rollouts.data.row import Rows
 from async_rl.rollouts.data.table_files import LoadedPart, is_whole, open_table, write_table
@@ -52,7 +52,7 @@ class PromptCache:
 
     def load(
         self,
-        part: Part,
+        part: SourcePart,
         tokenizer: Tokenizer,
         seed: int,
         max_rows: int | None = None,
@@ -89,7 +89,7 @@ class PromptCache:
             for path in _tables(self._directory, self._used):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _write(self, part: Part, rows: Rows, tokenizer: Tokenizer, final: Path, answers: AnswerCheck) -> None:
+    def _write(self, part: SourcePart, rows: Rows, tokenizer: Tokenizer, final: Path, answers: AnswerCheck) -> None:
         partial = final.with_name(f".{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         with named_write_errors(partial):
@@ -105,7 +105,7 @@ def _tables(directory: Path, used: Collection[str]) -> list[Path]:
     return [path for path in directory.iterdir() if path.is_dir() and path.name not in used]
 
 
-def _key(part: Part, rows: Rows, tokenizer: Tokenizer, answers: AnswerCheck) -> str | None:
+def _key(part: SourcePart, rows: Rows, tokenizer: Tokenizer, answers: AnswerCheck) -> str | None:
     """Names a table; None if rows or tokenizer cannot be identified."""
     try:
         contents = rows.identity()

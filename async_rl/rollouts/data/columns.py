@@ -12,7 +12,7 @@ from typing import Any
 from async_rl.config.prompts_section import DIFFICULTY, MAX_STOPS
 from async_rl.errors import ConfigError
 from async_rl.rollouts.data.formats import recognise
-from async_rl.rollouts.data.part import Part
+from async_rl.rollouts.data.part import SourcePart
 from async_rl.rollouts.data.row import Row, is_unicode
 
 PROMPT = "prompt"
@@ -35,7 +35,7 @@ class RowColumns:
     A format counts only where the config names no column of its own.
     """
 
-    def __init__(self, part: Part, first_row: Row) -> None:
+    def __init__(self, part: SourcePart, first_row: Row) -> None:
         self._part = part
         is_plain = part.prompt_name == PROMPT and not {PROMPT, ANSWER} & part.columns.keys()
         self.format = recognise(first_row) if is_plain else None

@@ -15,7 +15,7 @@ from async_rl.rollouts.data.whole_file_rows import csv_rows, json_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SourcePart:
     """Fields are as those of the config's sections; `name` is empty for the only source of a run.
 
     `max_response_tokens` is None for the run's.
@@ -66,12 +66,12 @@ class Part:
         raise ConfigError(f"prompts.source is {self.source!r}: expected {SOURCES}")
 
 
-def parts_of(config: PromptsSection) -> tuple[Part, ...]:
+def parts_of(config: PromptsSection) -> tuple[SourcePart, ...]:
     """The parts of the mixture, or the only source."""
     if config.source is None:
         return tuple(_part(config, part) for part in config.mixture)
     return (
-        Part(
+        SourcePart(
             name="",
             source=config.source,
             weight=1.0,
@@ -89,8 +89,8 @@ def parts_of(config: PromptsSection) -> tuple[Part, ...]:
     )
 
 
-def _part(config: PromptsSection, part: MixturePart) -> Part:
-    return Part(
+def _part(config: PromptsSection, part: MixturePart) -> SourcePart:
+    return SourcePart(
         name=part.name,
         source=part.source,
         weight=part.weight,

@@ -25,7 +25,7 @@ from async_rl.method.seeds import mixed_places
 from async_rl.method.types import NO_CHECK, AnswerCheck, Batch, Prompt
 from async_rl.rollouts.data.cache import PromptCache
 from async_rl.rollouts.data.order import PartOrder, Schedule, shares_of
-from async_rl.rollouts.data.part import Part, parts_of
+from async_rl.rollouts.data.part import SourcePart, parts_of
 from async_rl.rollouts.data.prompt_sequence import PromptSequence
 from async_rl.rollouts.data.prompt_table import PromptTable
 from async_rl.rollouts.data.rendering import CLOCK, Tokenizer, asks_the_clock, conversation_of
@@ -37,7 +37,7 @@ Indices = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class PromptSelection:
     """Indices into the table of each part, ascending; `num_repeated` prompts are in neither, for the first one is."""
 
     trained: list[Indices]
@@ -45,7 +45,7 @@ class Selection:
     num_repeated: int
 
 
-def select(tables: Sequence[PromptTable], *, deduplicate: bool, held_out: float) -> Selection:
+def select(tables: Sequence[PromptTable], *, deduplicate: bool, held_out: float) -> PromptSelection:
     """Divides prompts into those to train on and those held out.
 
     No text is in both. A prompt is held out by the digest of what its row has, however that is rendered, and without
@@ -56,7 +56,7 @@ def select(tables: Sequence[PromptTable], *, deduplicate: bool, held_out: float)
         held_out: a share of the texts if below 1, else their number.
     """
     if not deduplicate and not held_out:
-        return Selection([range(len(table)) for table in tables], [range(0) for _ in tables], 0)
+        return PromptSelection([range(len(table)) for table in tables], [range(0) for _ in tables], 0)
     # Imported here: the pre-flight needs none of it.
     numpy = import_module("numpy")
     keys = numpy.concatenate([numpy.frombuffer(t.arrays.keys, numpy.uint64).reshape(-1, 2) for t in tables])
@@ -75,7 +75,7 @@ def select(tables: Sequence[PromptTable], *, deduplicate: bool, held_out: float)
         trained.append(_indices(numpy, is_trained[start:end]))
         kept_back.append(_indices(numpy, (is_held & is_first)[start:end]))
         start = end
-    return Selection(trained, kept_back, num_repeated)
+    return PromptSelection(trained, kept_back, num_repeated)
 
 
 def _first_of_each(numpy: Any, keys: Any) -> Any:
@@ -292,7 +292,7 @@ def load_prompts(
     return PromptCache(None).load(part, tokenizer, seed, max_rows, answers).table
 
 
-def first_rows(part: Part, max_rows: int) -> list[Row]:
+def first_rows(part: SourcePart, max_rows: int) -> list[Row]:
     """The first `max_rows` rows of a source, or all, checked as far as possible without a tokenizer.
 
     Raises:

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.errors import ConfigError
 from async_rl.rollouts.data.columns import SOURCE
-from async_rl.rollouts.data.part import Part, parts_of
+from async_rl.rollouts.data.part import SourcePart, parts_of
 from async_rl.rollouts.data.row import Row, is_unicode, text_of
 
 ASSISTANT = "assistant"
@@ -62,7 +62,7 @@ def conversation_of(row: Mapping[str, Any], config: PromptsSection) -> list[dict
     return _conversation(row[part.prompt_name], part)
 
 
-def render(rows: Sequence[Row], part: Part, tokenizer: Tokenizer) -> list[str]:
+def render(rows: Sequence[Row], part: SourcePart, tokenizer: Tokenizer) -> list[str]:
     """The text of the prompt of each row; the rows are renderable.
 
     A conversation that ends with the assistant is left open there, to be continued: its text is the response's
@@ -93,7 +93,7 @@ def render(rows: Sequence[Row], part: Part, tokenizer: Tokenizer) -> list[str]:
     return texts
 
 
-def tokenize(texts: Sequence[str], part: Part, tokenizer: Tokenizer) -> list[list[int]]:
+def tokenize(texts: Sequence[str], part: SourcePart, tokenizer: Tokenizer) -> list[list[int]]:
     """The token ids of each text. A plain prompt begins as the tokenizer begins a text (BOS), and is not ended."""
     if part.chat_template:
         # A chat template adds the special tokens itself.
@@ -105,7 +105,7 @@ def tokenize(texts: Sequence[str], part: Part, tokenizer: Tokenizer) -> list[lis
     ]
 
 
-def identity_of(row: Row, part: Part) -> bytes:
+def identity_of(row: Row, part: SourcePart) -> bytes:
     """What is the same for rows with the same prompt, however it is rendered."""
     value = row[part.prompt_name]
     if part.chat_template and isinstance(value, str):
@@ -138,13 +138,13 @@ def _asks_the_clock(template: str, tokenizer: Tokenizer, arguments: Mapping[str,
     return False
 
 
-def require_place_for_system_prompt(part: Part) -> None:
+def require_place_for_system_prompt(part: SourcePart) -> None:
     """Checks that a system prompt can be rendered; raises a ConfigError if not."""
     if part.system_prompt is not None and not part.chat_template:
         raise ConfigError("prompts.system_prompt is set, but prompts.chat_template = false leaves no place for it")
 
 
-def require_renderable(row: Row, number: int, part: Part) -> None:
+def require_renderable(row: Row, number: int, part: SourcePart) -> None:
     """Checks that a row's prompt has the configured form: text or, with a chat template, also messages.
 
     Raises:
@@ -185,7 +185,7 @@ def require_renderable(row: Row, number: int, part: Part) -> None:
         )
 
 
-def require_unicode(prompt: str, number: int, part: Part) -> None:
+def require_unicode(prompt: str, number: int, part: SourcePart) -> None:
     """Checks that a row's prompt can be encoded.
 
     Raises:
@@ -198,7 +198,7 @@ def require_unicode(prompt: str, number: int, part: Part) -> None:
         )
 
 
-def _conversation(value: Any, part: Part) -> list[dict[str, Any]]:
+def _conversation(value: Any, part: SourcePart) -> list[dict[str, Any]]:
     system = [{"role": "system", "content": part.system_prompt}] if part.system_prompt is not None else []
     if isinstance(value, str):
         return [*system, {"role": "user", "content": value}]

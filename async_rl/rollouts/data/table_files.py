@@ -23,7 +23,7 @@ from async_rl.errors import ConfigError
 from async_rl.method.token_arrays import TokenIds
 from async_rl.method.types import NO_CHECK, AnswerCheck, Prompt
 from async_rl.rollouts.data.columns import RowColumns, RowSampling
-from async_rl.rollouts.data.part import Part
+from async_rl.rollouts.data.part import SourcePart
 from async_rl.rollouts.data.prompt_table import Arrays, Numbers, PromptTable
 from async_rl.rollouts.data.rendering import (
     Tokenizer,
@@ -68,7 +68,7 @@ _FILES = {
 class LoadedPart:
     """The prompts of a part, digests of all of them, the index of the longest one, and how many rows were read."""
 
-    part: Part
+    part: SourcePart
     table: PromptTable
     digests: Mapping[str, str]
     longest: int
@@ -95,7 +95,7 @@ class NumberedRow:
     row: Row
     columns: RowColumns
 
-    def prompt(self, part: Part, token_ids: Sequence[int]) -> Prompt:
+    def prompt(self, part: SourcePart, token_ids: Sequence[int]) -> Prompt:
         """The prompt of a row that is in no table."""
         ends = self.columns.sampling(self.row)
         name = f"{part.name}/{self.number}" if part.name else str(self.number)
@@ -119,7 +119,7 @@ class _RowsAt(Sequence[Row]):
         return self._rows.at(self._places[index])
 
 
-def checked_rows(part: Part, rows: Rows, max_rows: int | None) -> Iterator[NumberedRow]:
+def checked_rows(part: SourcePart, rows: Rows, max_rows: int | None) -> Iterator[NumberedRow]:
     """The first `max_rows` rows of a part, or all, checked as far as possible without a tokenizer.
 
     Raises:
@@ -148,7 +148,7 @@ def checked_rows(part: Part, rows: Rows, max_rows: int | None) -> Iterator[Numbe
 
 
 def write_table(
-    part: Part,
+    part: SourcePart,
     rows: Rows,
     tokenizer: Tokenizer,
     directory: Path,
@@ -174,7 +174,7 @@ def write_table(
 
 
 def measure_part(
-    part: Part, rows: Rows, tokenizer: Tokenizer, answers: AnswerCheck, max_rows: int | None = None
+    part: SourcePart, rows: Rows, tokenizer: Tokenizer, answers: AnswerCheck, max_rows: int | None = None
 ) -> MeasuredPart:
     """What `write_table` would find, of the first rows and a sample of the following ones; it writes nothing.
 
@@ -223,7 +223,7 @@ def _sums(directory: Path) -> dict[str, str]:
     return sums
 
 
-def open_table(part: Part, rows: Rows, directory: Path) -> LoadedPart:
+def open_table(part: SourcePart, rows: Rows, directory: Path) -> LoadedPart:
     """The table whose files are in `directory`, which may be removed then; logs what was left out of it."""
     about = json.loads((directory / ABOUT).read_text())
     for line in about["report"]:
@@ -231,7 +231,7 @@ def open_table(part: Part, rows: Rows, directory: Path) -> LoadedPart:
     return LoadedPart(part, _open(part, rows, directory), about["digests"], about["longest"], about["rows"])
 
 
-def _open(part: Part, rows: Rows, directory: Path) -> PromptTable:
+def _open(part: SourcePart, rows: Rows, directory: Path) -> PromptTable:
     rows.take(directory)
     columns = RowColumns(part, next(rows.scan())[1])
 
@@ -290,7 +290,7 @@ class _Writer:
 
 
 def _write_chunk(
-    part: Part, chunk: Sequence[NumberedRow], tokenizer: Tokenizer, writer: _Writer, left_out: "_LeftOut"
+    part: SourcePart, chunk: Sequence[NumberedRow], tokenizer: Tokenizer, writer: _Writer, left_out: "_LeftOut"
 ) -> None:
     texts = _rendered(part, chunk, tokenizer)
     tokenized = tokenize(texts, part, tokenizer)
@@ -308,7 +308,7 @@ def _key(prompt: bytes, text: bytes) -> bytes:
     return blake2b(prompt, digest_size=8).digest() + blake2b(text, digest_size=8).digest()
 
 
-def _rendered(part: Part, chunk: Sequence[NumberedRow], tokenizer: Tokenizer) -> list[str]:
+def _rendered(part: SourcePart, chunk: Sequence[NumberedRow], tokenizer: Tokenizer) -> list[str]:
     """
     Raises:
         ConfigError: the chat template does not take a row's messages, a text has what no tokenizer takes, or a row's
@@ -343,7 +343,7 @@ def _rendered(part: Part, chunk: Sequence[NumberedRow], tokenizer: Tokenizer) ->
 class _LeftOut:
     """Counts the rows that cannot be used, and remembers the first ones."""
 
-    def __init__(self, part: Part, answers: AnswerCheck) -> None:
+    def __init__(self, part: SourcePart, answers: AnswerCheck) -> None:
         self._limit = part.max_prompt_tokens
         self._reward = part.reward
         self._answers = answers

@@ -79,7 +79,7 @@ class SingleTurns:
         self._seed = seed
         self._expected_length = ExpectedLength(rollout.max_response_tokens)
         self._decode = decoder(tokenizer)
-        self._turnstile = TextExecutor()
+        self._text_executor = TextExecutor()
 
     async def start(self) -> None:
         await self._reward.start()
@@ -146,4 +146,4 @@ class SingleTurns:
 
     async def _with_text(self, sampled: Sequence[Response], sampling: SamplingParams) -> tuple[Response, ...]:
         num_tokens = sum(len(response.token_ids) for response in sampled)
-        return await self._turnstile.run(lambda: with_text(sampled, sampling.stop, self._decode), num_tokens)
+        return await self._text_executor.run(lambda: with_text(sampled, sampling.stop, self._decode), num_tokens)

@@ -22,7 +22,7 @@ RewardFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Traits:
+class RewardTraits:
     """A reward function's properties: whether it is asynchronous, from which reward on responses are correct, and
     whether each response of a call counts for `reward.max_concurrency`, instead of the call.
     """
@@ -32,7 +32,7 @@ class Traits:
     per_response: bool = False
 
     @classmethod
-    def of(cls, function: RewardFunction) -> "Traits":
+    def of(cls, function: RewardFunction) -> "RewardTraits":
         """The traits of a loaded function.
 
         Raises:

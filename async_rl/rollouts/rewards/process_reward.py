@@ -9,7 +9,7 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.method.types import Prompt, Response, Scores
 from async_rl.rollouts.rewards.base import as_rewards
-from async_rl.rollouts.rewards.function import Traits
+from async_rl.rollouts.rewards.function import RewardTraits
 from async_rl.shared.workers.worker import CallCrashed, CallFailed, CallInterrupted, NotLoaded, Worker, WorkerPool
 
 
@@ -61,7 +61,7 @@ class ProcessReward:
         self._config = config
         self._name = name
         self._max_attempts = config.max_attempts
-        self._traits: Traits | None = None
+        self._traits: RewardTraits | None = None
         section = config.model_dump_json()
         workers = [
             Worker(f"reward {name!r}", "async_rl.rollouts.rewards.worker", section) for _ in range(config.num_workers)
@@ -81,7 +81,7 @@ class ProcessReward:
             await self._pool.start()
         except NotLoaded as error:
             raise ConfigError(f"reward {self._name!r} cannot be loaded:\n{error}") from error
-        self._traits = Traits(*self._pool.workers[0].traits)
+        self._traits = RewardTraits(*self._pool.workers[0].traits)
         self._slots = Slots(self._config.max_concurrency if self._traits.is_async else self._config.num_workers)
 
     async def score(self, prompt: Prompt, responses: Sequence[Response]) -> Scores:

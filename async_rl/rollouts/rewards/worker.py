@@ -10,7 +10,7 @@ from typing import Any
 from async_rl.config.reward_section import RewardSection
 from async_rl.method.types import Prompt, Response
 from async_rl.rollouts.rewards.base import NotRewards, as_scores
-from async_rl.rollouts.rewards.function import Traits, load_function
+from async_rl.rollouts.rewards.function import RewardTraits, load_function
 from async_rl.shared.programs.user_file import traceback_of_user
 from async_rl.shared.workers.child import Channel, Served, serve
 
@@ -19,7 +19,7 @@ Group = tuple[Prompt, tuple[Response, ...]]
 
 def load(reward: str) -> Served:
     function = load_function(RewardSection.model_validate_json(reward))
-    traits = Traits.of(function)
+    traits = RewardTraits.of(function)
 
     def scores(returned: object, responses: Sequence[Response]) -> list[Any]:
         found = as_scores(returned, len(responses))

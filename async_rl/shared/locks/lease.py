@@ -31,7 +31,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from async_rl.errors import AsyncRLError, Fenced, RunDirInUse
 from async_rl.shared.files import named_write_errors, write_file
-from async_rl.shared.locks.process_identity import Process, has_died, this_process
+from async_rl.shared.locks.process_identity import ProcessIdentity, has_died, this_process
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Term:
     run: str
     term: int
     host: str
-    process: Process
+    process: ProcessIdentity
     ttl_s: float
     renewals: int = 0
     released: bool = False

@@ -16,7 +16,7 @@ _STOPPED_STATES = ("T", "t")
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessIdentity:
     """`kernel` names the running system and its set of process numbers; `started` tells a process from a later one of
     the same number. Both are empty where the system does not tell them."""
 
@@ -25,13 +25,13 @@ class Process:
     started: str
 
 
-def this_process() -> Process:
+def this_process() -> ProcessIdentity:
     """The calling process."""
     found = _stat(os.getpid())
-    return Process(_kernel(), os.getpid(), found[_START_TIME] if found else "")
+    return ProcessIdentity(_kernel(), os.getpid(), found[_START_TIME] if found else "")
 
 
-def has_died(process: Process) -> bool:
+def has_died(process: ProcessIdentity) -> bool:
     """Whether it is known to have ended; False for a process of another host, and where that cannot be known."""
     if not process.kernel or process.kernel != _kernel():
         return False
@@ -39,7 +39,7 @@ def has_died(process: Process) -> bool:
     return found is None or found[_STATE] in _DEAD_STATES or found[_START_TIME] != process.started
 
 
-def is_running(process: Process) -> bool:
+def is_running(process: ProcessIdentity) -> bool:
     """Whether it is known to be neither dead nor stopped by a signal; False for a process of another host."""
     if not process.kernel or process.kernel != _kernel() or has_died(process):
         return False

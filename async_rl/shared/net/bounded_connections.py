@@ -36,7 +36,7 @@ BACKLOG = 4096
 """Further ones wait: all agents of a batch may connect at once."""
 
 
-class Connection(Protocol):
+class BoundedConnection(Protocol):
     transport: asyncio.Transport
     last_received_s: float
     """`time.monotonic()` of its last bytes, or of its beginning."""
@@ -59,7 +59,7 @@ def first_reserved() -> float:
     return float("inf") if soft == resource.RLIM_INFINITY else soft - soft // SHARE
 
 
-def make_room(newest: Connection, of_server: Collection[Connection]) -> None:
+def make_room(newest: BoundedConnection, of_server: Collection[BoundedConnection]) -> None:
     """If too many wait for their peer, those end that do so for the longest time.
 
     These are without a complete request: silent, half sent, or kept alive after a response. One whose request is being
@@ -82,7 +82,7 @@ def make_room(newest: Connection, of_server: Collection[Connection]) -> None:
                 each.transport.abort()
 
 
-def require_words(connection: Connection, silence_s: float, unread: float = float("inf")) -> None:
+def require_words(connection: BoundedConnection, silence_s: float, unread: float = float("inf")) -> None:
     """From now on ends a connection whose peer, if it is its turn, says nothing for `silence_s`, nor reads.
 
     Args:

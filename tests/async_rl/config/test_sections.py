@@ -73,6 +73,13 @@ def test_a_reserve_that_cannot_be_selected_from_is_refused(
         load_config(config_file, ["--prompts.reserve=2", *settings])
 
 
+def test_all_contradictions_are_named_at_once(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)train\.steps_per_batch is 2 .*\n.*max_instances is 1, but inference"):
+        load_config(
+            config_file, ["--train.steps_per_batch=2", "--cluster.max_instances=1", "--inference.num_instances=2"]
+        )
+
+
 def test_a_group_of_one_response_is_refused_since_it_trains_nothing(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"responses_per_prompt is 1, but .*'grpo' compares.*nothing is learned"):
         load_config(config_file, ["--rollout.responses_per_prompt=1"])

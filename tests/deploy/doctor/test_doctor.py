@@ -28,7 +28,7 @@ from deploy.doctor.finding import Finding
 from deploy.doctor.host import find_host_facts
 from deploy.doctor.network import find_network_facts, port_finding
 from deploy.doctor.versions import find_versions
-from deploy.local import startable
+from deploy.local import start_checks
 from deploy.local.machine_memory import HostMemory
 from deploy.local.memory_fit import GIB
 from tests.support.minimal_config import MINIMAL, minimal_tree
@@ -240,7 +240,7 @@ def test_an_engine_with_another_nccl_than_the_trainers_is_a_fault_before_anythin
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho this Python serves with vLLM 0.33\necho with NCCL {theirs}\n")
     python.chmod(0o755)
-    monkeypatch.setattr(startable, "nccl_package", lambda: own)
+    monkeypatch.setattr(start_checks, "nccl_package", lambda: own)
     config = config_with(
         inference={"engine": "vllm", "python": str(python)},
         trainer={"device": "cuda"},

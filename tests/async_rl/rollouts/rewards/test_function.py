@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError
-from async_rl.rollouts.rewards.function import Traits, find_file, load_function
+from async_rl.rollouts.rewards.function import RewardTraits, find_file, load_function
 from async_rl.shared.programs.user_file import is_async
 
 
@@ -113,14 +113,14 @@ class Now:
     ids=range(6),
 )
 def test_asynchronous_is_whatever_gives_a_coroutine_by_its_definition(function: Any, expected: bool) -> None:
-    assert is_async(function) is expected and Traits.of(function) == Traits(expected, None)
+    assert is_async(function) is expected and RewardTraits.of(function) == RewardTraits(expected, None)
 
 
 @pytest.mark.parametrize(("threshold", "expected"), [(None, None), (1, 1.0), (0.5, 0.5), (-3, -3.0), (True, 1.0)])
 def test_a_threshold_is_a_number_or_left_out(threshold: Any, expected: float | None) -> None:
     function: Any = Now()
     function.correct_at = threshold
-    assert Traits.of(function) == Traits(False, expected)
+    assert RewardTraits.of(function) == RewardTraits(False, expected)
 
 
 @pytest.mark.parametrize("threshold", ["1.0", float("nan"), float("inf"), -float("inf"), [1.0], 1j, 10**400])
@@ -128,4 +128,4 @@ def test_a_threshold_that_is_no_number_is_refused(threshold: Any) -> None:
     function: Any = Now()
     function.correct_at = threshold
     with pytest.raises(ConfigError, match=r"its correct_at is .*: expected a number, the least reward that is correct"):
-        Traits.of(function)
+        RewardTraits.of(function)

@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.config.reward_section import RewardSection
 from async_rl.method.types import Prompt
-from async_rl.rollouts.rewards.function import Traits, load_function
+from async_rl.rollouts.rewards.function import RewardTraits, load_function
 from tests.support.groups import text_responses
 
 FORMAT = r"<think>.*?</think>\s*<answer>.*?</answer>"
@@ -57,4 +57,4 @@ def test_a_pattern_that_backtracks_forever_is_no_match_and_leaves_time_for_the_o
 
 
 def test_a_format_says_nothing_about_correctness_unless_the_config_does() -> None:
-    assert Traits.of(load_function(RewardSection(name="regex"))).correct_at is None
+    assert RewardTraits.of(load_function(RewardSection(name="regex"))).correct_at is None

@@ -14,7 +14,7 @@ from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError
 from async_rl.method.types import Prompt
 from async_rl.rollouts.rewards.base import as_rewards
-from async_rl.rollouts.rewards.function import Traits, load_function
+from async_rl.rollouts.rewards.function import RewardTraits, load_function
 from async_rl.rollouts.rewards.service import MAX_ANSWER_BYTES, ServiceFailed
 from tests.support.groups import text_responses
 from tests.support.json_service import JsonService, running
@@ -27,7 +27,7 @@ def score(name: str, row: dict[str, Any], texts: Sequence[str], **options: Any) 
     """The rewards of one call, as a worker makes it."""
     shared = {key: options.pop(key) for key in ("timeout_s", "max_concurrency") if key in options}
     function = load_function(RewardSection(name=name, options=options, **({"timeout_s": 20.0} | shared)))
-    assert Traits.of(function).is_async
+    assert RewardTraits.of(function).is_async
     responses = text_responses(*texts)
     return as_rewards(asyncio.run(function(Prompt("row7", (3, 4), row), responses, row)), len(texts))
 
