@@ -145,7 +145,7 @@ def test_a_program_of_several_turns_is_proven_token_by_token(
     assert all(each["turns_max"] == 4 and each["branches_mean"] for each in run.lines("rollouts.jsonl"))
 
 
-@pytest.mark.nightly
+@pytest.mark.layouts  # Too long for `make test-devices`.
 def test_verify_finds_that_everything_holds(emulated_run: Callable[..., EmulatedRun]) -> None:
     # Two instances share 24 groups: each has the tokens that a judgement needs, and one of them can be lost.
     words = ("--prompts.prompts_per_batch=24", "--train.order=prompt", "--inference.num_instances=2")
