@@ -120,8 +120,14 @@ LARGEST_GAPS = {True: 0.2, False: 1e-3}
 others in either pool, and on a shared prefix all that follows with it."""
 
 
+COVERED = {"dp2", "pp2"}
+"""Whose kinds the cover of the matrix has, too: whole runs of them are left to `make test-all`."""
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.layouts] * (name in COVERED)) for name in LAYOUTS]
+)
 def test_a_layout_trains_on_policy(emulated_run: Callable[..., EmulatedRun], layout: str) -> None:
     family, *words = LAYOUTS[layout]
     if layout == "snapshot":
