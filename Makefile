@@ -68,9 +68,10 @@ test-layouts: $(READY)
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-# Whole runs, faults and rules on emulated NPUs; the first time on a machine they are compiled, with g++.
+# Whole runs, faults and rules on emulated NPUs; the first time on a machine they are compiled, with g++. Covers of the
+# matrix of layouts and `async-rl verify` there are left to `make test-all`.
 test-devices: $(READY)
-	$(BIN)/python -m pytest -m "not npu" $(WORKERS) tests/trainer/devices/emulated $(ARGS)
+	$(BIN)/python -m pytest -m "not npu and not layouts" $(WORKERS) tests/trainer/devices/emulated $(ARGS)
 
 test-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m pytest -m "$(VLLM)" tests/vllm $(ARGS)

@@ -61,7 +61,13 @@ def _torch_build(has_gpu: bool) -> Iterator[Finding]:
             f"{version} is built for CPUs, and there are GPUs",
             "pip install torch of the index for your driver's CUDA: https://pytorch.org/get-started/locally",
         )
-    if installed("torch-npu") is None and shutil.which("npu-smi"):
+    npu = installed("torch-npu")
+    # By their packages: an `import torch` would load torch_npu, too.
+    if npu is not None and version is not None and npu.split(".post")[0] != (own := version.split("+")[0]):
+        yield Finding(
+            "torch build", "fault", f"torch {own} and torch_npu {npu} are no pair", f"pip install torch-npu=={own}"
+        )
+    if npu is None and shutil.which("npu-smi"):
         yield Finding("torch build", "fault", "npu-smi is here and torch_npu is not", "pip install torch-npu")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -208,6 +209,28 @@ def test_a_driver_too_old_for_torch_is_a_warning(
         finding = found["driver"]
         assert finding.state == "warning" and driver in finding.found and f"CUDA {cuda}" in finding.found
         assert finding.remedy is not None and "cu126" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("npu", "torch", "is_named"),
+    [
+        ("2.7.1.post4", "2.7.1", False),
+        ("2.7.1.post4", "2.7.1+cpu", False),
+        ("2.10.0.post2", "2.7.1", True),
+        (None, "2.7.1", False),
+    ],
+)
+def test_a_torch_npu_of_another_torch_is_a_fault(
+    npu: str | None, torch: str, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "installed", {"torch-npu": npu, "torch": torch}.get)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    found = by_name(find_device_facts(None, {}, lambda _: "", tmp_path))
+    assert ("torch build" in found) == is_named
+    if is_named:
+        finding = found["torch build"]
+        assert finding.state == "fault" and finding.remedy == "pip install torch-npu==2.7.1"
+        assert finding.found == "torch 2.7.1 and torch_npu 2.10.0.post2 are no pair"
 
 
 @pytest.mark.parametrize(

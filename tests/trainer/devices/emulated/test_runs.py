@@ -120,8 +120,14 @@ LARGEST_GAPS = {True: 0.2, False: 1e-3}
 others in either pool, and on a shared prefix all that follows with it."""
 
 
+COVERED = {"dp2", "pp2"}
+"""Whose kinds the cover of the matrix has, too: whole runs of them are left to `make test-all`."""
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.layouts] * (name in COVERED)) for name in LAYOUTS]
+)
 def test_a_layout_trains_on_policy(emulated_run: Callable[..., EmulatedRun], layout: str) -> None:
     family, *words = LAYOUTS[layout]
     if layout == "snapshot":
@@ -145,7 +151,7 @@ def test_a_program_of_several_turns_is_proven_token_by_token(
     assert all(each["turns_max"] == 4 and each["branches_mean"] for each in run.lines("rollouts.jsonl"))
 
 
-@pytest.mark.nightly
+@pytest.mark.layouts  # Too long for `make test-devices`.
 def test_verify_finds_that_everything_holds(emulated_run: Callable[..., EmulatedRun]) -> None:
     # Two instances share 24 groups: each has the tokens that a judgement needs, and one of them can be lost.
     words = ("--prompts.prompts_per_batch=24", "--train.order=prompt", "--inference.num_instances=2")
