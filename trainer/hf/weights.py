@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from async_rl.checks.preflight.weight_files import HEAD, is_predictor, require_tied_head, stored_tensors
 from async_rl.errors import ConfigError
-from async_rl.shared.model_shape import ModelShape, fp8_block
+from async_rl.shared.model_limits import fp8_block
+from async_rl.shared.model_shape import ModelShape
 from trainer.hf.weight_map import VALUE_HEAD, Layout, WeightEntry, constants, tied_head, weight_map
 from trainer.model.gpt import SharedPromptGPT
 

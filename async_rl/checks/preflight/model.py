@@ -14,7 +14,8 @@ from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, TABLE
-from async_rl.shared.model_shape import ModelShape, damaged, fp8_block
+from async_rl.shared.model_limits import fp8_block
+from async_rl.shared.model_shape import ModelShape, damaged
 from async_rl.shared.net.hub import hub_fault
 
 TEACHER = "algorithm.teacher"
