@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    FineGrainedFP8Config,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -63,7 +65,10 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype, *, asleep: b
     try:
         # The code of the model is imported here, and creating it calls functions that torch marks at their first call.
         with without_compiler() if device.type == "cpu" else nullcontext():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+            options = _without_fp8(path)
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, attn_implementation="sdpa", **options
+            )
     except SafetensorError as error:
         raise ConfigError(
             f"the weights of the model {path!r} are damaged, or were copied only in part: {error}; copy them again"
@@ -96,6 +101,14 @@ def _drop_weights(model: torch.nn.Module, device: torch.device) -> None:
     for parameter in model.parameters():
         parameter.data = torch.empty_like(parameter, device=device, memory_format=torch.contiguous_format)
         parameter.untyped_storage().resize_(0)
+
+
+def _without_fp8(path: str) -> dict[str, FineGrainedFP8Config]:
+    """How to load a checkpoint in fp8: with the values that it stands for, which a trainer's weights then replace."""
+    quantized = getattr(AutoConfig.from_pretrained(path), "quantization_config", None)
+    if not isinstance(quantized, dict) or quantized.get("quant_method") != "fp8":
+        return {}
+    return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
 
 
 def _load_codec(path: str) -> Codec | None:

@@ -117,7 +117,7 @@ def save_tokenizer(path: Path) -> None:
     fast.save_pretrained(path)
 
 
-def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 0, **size: int) -> Path:
+def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 0, **size: Any) -> Path:
     """Saves a random float32 checkpoint of `family`, one of `FAMILIES`, with its tokenizer; returns `path`."""
     settings = {**MODEL_SIZE, **size, "tie_word_embeddings": tied}
     config_class, own = FAMILIES[family]

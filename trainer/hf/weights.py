@@ -10,7 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from async_rl.checks.preflight.weight_files import HEAD, is_predictor, require_tied_head, stored_tensors
 from async_rl.errors import ConfigError
-from async_rl.shared.model_shape import ModelShape, fp8_block
+from async_rl.shared.model_limits import fp8_block
+from async_rl.shared.model_shape import ModelShape
 from trainer.hf.weight_map import VALUE_HEAD, Layout, WeightEntry, constants, tied_head, weight_map
 from trainer.model.gpt import SharedPromptGPT
 
@@ -53,7 +54,7 @@ def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
         with torch.no_grad():
             for entry in (entry.on(parallel.tp_rank) for entry in own):
                 shards = entry.shards(parallel.tp_rank, parallel.tp_size)
-                parts = [_read(files, name, at, block) for name, at in zip(entry.hf_shapes, shards, strict=True)]
+                parts = [read_part(files, name, at, block) for name, at in zip(entry.hf_shapes, shards, strict=True)]
                 merged, parameter = entry.fusion.merge(parts), entry.of(parameters)
                 assert merged.shape == parameter.shape, f"{entry.megatron_name}: {merged.shape} != {parameter.shape}"
                 parameter.copy_(merged)
@@ -64,7 +65,7 @@ def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
                     buffers[entry.megatron_name].copy_(files[name].get_tensor(name))
 
 
-def _read(files: dict[str, Any], name: str, at: tuple[slice, ...], block: tuple[int, int] | None) -> torch.Tensor:
+def read_part(files: dict[str, Any], name: str, at: tuple[slice, ...], block: tuple[int, int] | None) -> torch.Tensor:
     """A part of a stored tensor; of one in fp8 the values, each times the scale of its `block` of rows and columns."""
     stored = files[name].get_slice(name)
     part: torch.Tensor = stored[at]

@@ -14,6 +14,7 @@ from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, TABLE
+from async_rl.shared.model_limits import fp8_block
 from async_rl.shared.model_shape import ModelShape, damaged
 from async_rl.shared.net.hub import hub_fault
 
@@ -211,6 +212,15 @@ def require_trainable(config: Config, files: ModelFiles, *, is_whole: bool = Tru
         ConfigError: one is not the case.
     """
     require_supported(files, is_whole=is_whole)
+    is_unserved = config.inference.engine == "vllm" or files.shape.latents is not None
+    if fp8_block(files.config) and is_unserved and not config.pool.instances:
+        # vLLM keeps weights in fp8, which have other names and sizes than the trainer's; transformers reads no blocks
+        # that are not whole, as those of latents. Instances that run elsewhere may have another checkpoint.
+        raise ConfigError(
+            f"{files.named} is in fp8 (quantization_config of its config.json), which inference.engine = "
+            f"{config.inference.engine!r} does not serve with the trainer's weights: name the checkpoint in bfloat16, "
+            "or save it so (README of the model, or DeepSeek-V3's fp8_cast_bf16.py)"
+        )
     has_tokenizer = is_whole or files.without_tokenizer() is None
     if config.prompts.chat_template and has_tokenizer and not files.has_chat_template:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import socket
 import time
@@ -44,6 +45,54 @@ QWEN3_8B = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "max_position_embeddings": 40_960,
+}
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
 }
 
 
@@ -117,6 +166,30 @@ def test_config_json_alone_gives_the_forecast_of_a_published_size(
         "warning: the run cannot start yet: model.path 'model' has no *.safetensors" in shown
         and "has no tokenizer" in shown
     )
+
+
+def test_the_largest_deepseek_is_planned_from_its_config_alone(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As published, in fp8, with a layer for multi-token prediction."""
+    shutil.rmtree(workplace / "model")
+    (workplace / "model").mkdir()
+    (workplace / "model" / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    words = ["--trainer.device", "npu", "--trainer.num_processes", "192", "--trainer.tensor_parallel", "4"]
+    words += ["--trainer.pipeline_parallel", "6", "--trainer.expert_parallel", "16", "--trainer.recompute", "full"]
+    words += ["--inference.engine", "vllm", "--inference.tensor_parallel", "16", "--model.dtype", "bfloat16"]
+    words += ["--prompts.prompts_per_batch", "8", "--pool.instances", '["http://host:1"]']
+    assert main(["run.toml", "--elsewhere", *words]) == 0
+    shown = capsys.readouterr().out
+    # 671B, of which 37B are active (arXiv 2412.19437); the biases of 58 routers are no parameters.
+    assert f"{671_026_419_200 - 58 * 256:,} parameters, 37,552,282,624 used by a token" in shown
+    assert "memory of each training rank, of 192" in shown
+    # 16 of 256 experts in each of at most 11 layers, and a quarter of what tensor parallelism divides.
+    experts = 11 * 256 * 3 * 7168 * 2048 // 16
+    match = re.search(r"weights +[\d.,]+ GiB +([\d,]+) parameters on this rank", shown)
+    assert match is not None and experts < int(match[1].replace(",", "")) < 1.3 * experts, shown
+    assert main(["run.toml", "--elsewhere", *words[:-2]]) == 2
+    assert "is in fp8" in capsys.readouterr().err
 
 
 # It asks torch, in a process of its own.

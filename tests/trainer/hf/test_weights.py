@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from async_rl.checks.preflight.model import ModelFiles, require_supported
 from async_rl.errors import ConfigError
 from async_rl.method.types import Group
+from inference_service.engine.model import load_model
 from tests.support.tiny_model import FAMILIES
 from trainer.hf.checkpoint import save_hf_checkpoint
-from trainer.hf.weight_map import CHOICE_BIAS
+from trainer.hf.weight_map import CHOICE_BIAS, Layout, weight_map
+from trainer.hf.weights import read_part
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]
@@ -158,3 +162,61 @@ def test_weights_that_were_copied_in_part_are_bad_input(
     (checkpoint / WEIGHTS).write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(ConfigError, match=r"model\.safetensors is damaged, or was copied only in part: .*; copy it"):
         make_trainer(checkpoint)
+
+
+BLOCK = (16, 8)
+
+
+def in_fp8(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Matrices of layers in fp8 with scales by block, as DeepSeek-V3's, but no others; and what these are."""
+    stored, meant = dict(weights), dict(weights)
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight"):
+            sizes = [-(-size // length) for size, length in zip(weight.shape, BLOCK, strict=True)]
+            scales = 0.01 + torch.rand(*sizes)
+            of_each = scales.repeat_interleave(BLOCK[0], 0)[: len(weight)]
+            of_each = of_each.repeat_interleave(BLOCK[1], 1)[:, : weight.shape[1]]
+            stored[name] = (weight / of_each).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scales
+            meant[name] = stored[name].float() * of_each
+    return stored, meant
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3"])
+def test_fp8_is_read_by_blocks_and_layers_for_multi_token_prediction_are_left_out(
+    family: str, tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    quantized = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "activation_scheme": "dynamic"}
+    source = copied(tiny_model(family), tmp_path / "fp8", quantization_config=quantized)
+    stored, meant = in_fp8(load_file(source / WEIGHTS))
+    predictor = {"model.layers.2.eh_proj.weight": torch.zeros(2)} if family == "deepseek_v3" else {}
+    save_file(stored | predictor, source / WEIGHTS, {"format": "pt"})
+    require_supported(ModelFiles.find(str(source)))
+    trainer = make_trainer(source)
+    for spec, tensor in trainer.export.stream():
+        assert torch.equal(tensor, meant[spec.name]), spec.name
+    for entry in weight_map(trainer.export.shape, Layout(tp_size=4)):
+        with safe_open(source / WEIGHTS, framework="pt") as file:
+            files = dict.fromkeys(file.keys(), file)
+            for rank in range(4):
+                for name, at in zip(entry.hf_shapes, entry.shards(rank, 4), strict=True):
+                    assert torch.equal(read_part(files, name, at, BLOCK), meant[name][at]), name
+    trainer.save_hf(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    if family == "qwen3":  # transformers has no scales of a block that is not whole, which DeepSeek-V3's have
+        theirs = load_model(str(source), torch.device("cpu"), torch.float32).model
+        tokens = torch.arange(3, 33)[None]
+        torch.testing.assert_close(saved(tokens).logits, theirs(tokens).logits)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "quantization_config" not in config and not config.get("num_nextn_predict_layers")
+
+
+def test_layers_that_are_not_for_multi_token_prediction_are_not_left_out(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    source = copied(tiny_model("deepseek_v3"), tmp_path / "more")
+    save_file(load_file(source / WEIGHTS) | {"model.layers.3.eh_proj.weight": torch.zeros(2)}, source / WEIGHTS)
+    with pytest.raises(ConfigError, match=r"num_hidden_layers = 2 in its config.json and 4 layers in its safetensors"):
+        require_supported(ModelFiles.find(str(source)))
+    with pytest.raises(ConfigError, match=r"layers\.3\.eh_proj\.weight', which the trainer has no place for"):
+        make_trainer(source)

@@ -1,38 +1,49 @@
-"""Qwen3-MoE on Megatron equals transformers' own."""
+"""Models with experts on Megatron equal transformers' own."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.method.types import Group
+from tests.support.tiny_model import make_tiny_model
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]
 
 
+MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": {"rope_type": "default"}}
+NO_DENSE = {"first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "v_head_dim": 24, "rope_interleave": False}
+
+
 @pytest.mark.parametrize(
-    ("options", "recompute"),
+    ("family", "options", "recompute"),
     [
-        ({}, "none"),
-        ({"norm_topk_prob": False, "seed": 1}, "selective"),
-        ({"norm_topk_prob": False, "num_experts_per_tok": 1, "tied": True}, "none"),
-        ({"num_experts": 8, "num_experts_per_tok": 3, "seed": 2}, "full"),
+        ("qwen3_moe", {}, "none"),
+        ("qwen3_moe", {"norm_topk_prob": False, "seed": 1}, "selective"),
+        ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1, "tied": True}, "none"),
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "seed": 2}, "full"),
+        ("deepseek_v3", {"num_hidden_layers": 3, "n_group": 2, "topk_group": 1}, "full"),
+        ("deepseek_v3", MOONLIGHT, "selective"),
+        ("deepseek_v3", NO_DENSE | {"norm_topk_prob": False}, "none"),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 2}, "full"),
+        ("glm4_moe", {"first_k_dense_replace": 0, "n_shared_experts": 1, "partial_rotary_factor": 1.0}, "none"),
     ],
 )
 def test_log_probs_and_gradient_equal_transformers(
-    options: dict[str, int],
+    family: str,
+    options: dict[str, Any],
     recompute: str,
-    tiny_model: Callable[..., Path],
     make_trainer: MakeTrainer,
     ragged_groups: list[Group],
     grpo_in_transformers: Callable[..., object],
     tmp_path: Path,
 ) -> None:
-    source = tiny_model("qwen3_moe", **options)
+    source = make_tiny_model(tmp_path / "source", family, **options)
     trainer = make_trainer(source, recompute=recompute)
     trainer.save_hf(tmp_path / "saved")
     # Transformers loads what the trainer saved, so a mistake in the names would show here.

@@ -242,3 +242,20 @@ def test_prompts_may_have_what_responses_leave_of_the_models_positions(
     assert fitted.prompts.max_prompt_tokens == most
     if most != limit:
         require_fit(fitted, files)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_fp8_is_refused_where_instances_cannot_take_the_trainers_weights(
+    tmp_path: Path, family: str, engine: str
+) -> None:
+    config = {**QWEN3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    if family == "deepseek_v3":
+        config |= {**DEEPSEEKS_EXPERTS, **LATENTS, "model_type": family}
+    files = ModelFiles.find(str(checkpoint(tmp_path, config, {"chat_template": "x"})))
+    run = config_of(inference={"engine": engine})
+    if (family, engine) == ("qwen3", "transformers"):
+        require_trainable(run, files)
+        return
+    with pytest.raises(ConfigError, match=f"is in fp8 .* which inference.engine = '{engine}' does not serve"):
+        require_trainable(run, files)
