@@ -1,12 +1,14 @@
 """What a real run records, and what its readers make of it: one run for all tests of this file."""
 
+import json
 import re
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
 
+from deploy.trace import FIRST_INSTANCE_PID, TRAINER_PID, trace_of
 from tests.support import ROOT
 from tests.support.local_run import Run
 
@@ -97,13 +99,50 @@ def test_iterations_follow_each_other_in_time(finished: Run) -> None:
         assert before["started_unix_s"] + before["seconds"] <= after["started_unix_s"] + 0.1
 
 
-def test_spans_follow_one_another_and_add_up_to_their_figures(finished: Run) -> None:
-    for record in records_of(finished):
-        spans = sorted(record["spans"], key=lambda span: span[1])
-        # Six digits each.
-        assert all(ended <= started + 2e-6 for (_, _, ended), (_, started, _) in pairwise(spans))
-        for name in ("publish", "period", "step"):
-            total_s = sum(ended - started for each, started, ended in spans if each == name)
-            assert total_s == pytest.approx(
-                record["train_s"] + record["wait_s"] if name == "period" else record[f"{name}_s"], abs=1e-4
-            )
+def bars_of(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """The bars of each row."""
+    rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append(event)
+    return rows
+
+
+def seconds_of(bars: list[dict[str, Any]], name: str, within: dict[str, Any]) -> float:
+    """The time of the bars of that name that begin within another one."""
+    end = within["ts"] + within["dur"]
+    return sum(bar["dur"] for bar in bars if bar["name"] == name and within["ts"] <= bar["ts"] < end) / 1e6
+
+
+def test_the_trace_of_a_run_is_nested_and_adds_up_to_its_records(finished: Run) -> None:
+    trace = json.loads(trace_of(finished.dir, num_periods=3))
+    rows = bars_of(trace)
+    for bars in rows.values():
+        for bar, other in permutations(bars, 2):
+            is_before = bar["ts"] + bar["dur"] <= other["ts"] + 2
+            is_after = other["ts"] + other["dur"] <= bar["ts"] + 2
+            holds = bar["ts"] <= other["ts"] + 2 and other["ts"] + other["dur"] <= bar["ts"] + bar["dur"] + 2
+            held = other["ts"] <= bar["ts"] + 2 and bar["ts"] + bar["dur"] <= other["ts"] + other["dur"] + 2
+            # Microseconds, to which times are rounded.
+            assert is_before or is_after or holds or held, (bar, other)
+    trainer = rows[TRAINER_PID, 0]
+    records = records_of(finished)[-3:]
+    iterations = [bar for bar in trainer if bar["name"].startswith("iteration ")]
+    assert [bar["name"] for bar in iterations] == [f"iteration {record['iteration']}" for record in records]
+    for bar, record in zip(iterations, records, strict=True):
+        assert bar["dur"] / 1e6 == pytest.approx(record["seconds"])
+        for name, key in (("publish", "publish_s"), ("step", "step_s"), ("window", "train_s"), ("wait", "wait_s")):
+            # Six digits per bar, and fewer than a hundred bars.
+            assert seconds_of(trainer, name, bar) == pytest.approx(record[key], abs=1e-4), name
+    names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    instances = {pid for pid in names if pid >= FIRST_INSTANCE_PID}
+    groups = [bar for (pid, _), bars in rows.items() if pid in instances for bar in bars]
+    assert len(groups) == 3 * 6 and {names[pid].split(":")[0] for pid in instances} == {"http"}
+    for bar, record in zip(iterations, records, strict=True):
+        own = [group for group in groups if group["args"]["iteration"] == record["iteration"]]
+        last = max(group["ts"] + group["dur"] for group in own)
+        assert (last - min(group["ts"] for group in own)) / 1e6 == pytest.approx(record["rollout_s"], abs=1e-4)
+        assert bar["ts"] <= min(group["ts"] for group in own) and last <= bar["ts"] + bar["dur"]
+    assert "evaluation" in names.values()
+    counts = [event["args"]["groups"] for event in trace["traceEvents"] if event["ph"] == "C"]
+    assert min(counts) >= 0 and counts[-1] == 0
