@@ -99,7 +99,7 @@ def serve(options: Options, listener: socket.socket, token: str | None) -> None:
     engine = _make_engine(options, loaded, device, dtype)
     name = options.served_model_name or options.model
     identity = identity_headers(boot_id, options.max_concurrency)
-    app = make_app(engine, ServerInfo(name, options.model), token, identity)
+    app = make_app(engine, loaded.codec, ServerInfo(name, options.model), token, identity)
     try:
         _run(app, engine, listener, registration)
     finally:

@@ -16,6 +16,7 @@ from async_rl.shared.weights.nccl_version import nccl_version
 from inference_service.api import errors, generation_routes
 from inference_service.api.metrics import Metrics
 from inference_service.api.requests import ModelCard, ModelList
+from inference_service.api.responses import TextCodec
 from inference_service.engine_interface import Engine, EngineFault, PauseMode, RequestRefused, WakeTag
 from inference_service.identity import Identity, identity_headers, new_boot_id
 from inference_service.term_guard import TermGuard
@@ -34,6 +35,7 @@ class ServerInfo:
 
 def make_app(
     engine: Engine,
+    codec: TextCodec | None,
     info: ServerInfo,
     token: str | None,
     identity: Mapping[str, str] | None = None,
@@ -49,7 +51,7 @@ def make_app(
     )
     metrics = Metrics(engine, info.model_name)
     _add_status_routes(app, engine, info, metrics)
-    generation_routes.add(app, engine, info.model_name)
+    generation_routes.add(app, engine, codec, info.model_name)
     _add_pause_routes(app, engine)
     _add_weight_routes(app, engine, metrics)
     errors.install(app)

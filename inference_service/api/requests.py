@@ -1,16 +1,23 @@
-"""Request bodies as this server accepts them.
+"""Request bodies as this server accepts them, and the `/v1/completions` bodies, which only servers need.
 
 A field this engine does not support is refused unless it has its neutral value: sampling that silently differs from the
 request would corrupt a run.
 """
 
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from async_rl.shared.protocol.body import Body
-from async_rl.shared.protocol.inference import GenerateRequest, SamplingParams
+from async_rl.shared.protocol.body import Body, Text
+from async_rl.shared.protocol.inference import GenerateRequest, SamplingParams, TokenIds, Usage
 from async_rl.shared.protocol.routes import OWNED_BY_EMBEDDED
+
+T = TypeVar("T")
+
+MAX_RESPONSES: Final = 16_384
+"""To one request: each takes memory from the beginning on, while 32 MiB have room for millions of prompts."""
+
+Batch = Annotated[list[T], Field(min_length=1, max_length=MAX_RESPONSES, fail_fast=True)]
 
 WITHOUT_EFFECT: Final = frozenset(
     {
@@ -69,6 +76,50 @@ class ServedGenerateRequest(GenerateRequest):
     @classmethod
     def _honours_all(cls, data: Any) -> Any:
         return refuse_unknown(data, cls)
+
+
+class CompletionRequest(ServedSamplingParams):
+    """POST /v1/completions: sampling parameters and the prompt, which is text or token ids, or a list of either."""
+
+    prompt: TokenIds | Batch[TokenIds] | Text | Batch[Text]
+    model: str | None = None
+    request_id: Text | None = None
+    stream: bool | None = False
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
+class CompletionLogprobs(Body):
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class CompletionChoice(Body):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None
+    stop_reason: int | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionChunk(Body):
+    """One event of a streaming response; text, token ids and log-probs of a choice are deltas."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+
+
+class CompletionResponse(CompletionChunk):
+    usage: Usage
+    system_fingerprint: str | None = None
 
 
 class AbortResponse(Body):

@@ -7,7 +7,7 @@ much as sampling the tokens.
 import time
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from pydantic_core import to_json
 from typing_extensions import TypedDict
@@ -18,6 +18,14 @@ from inference_service.engine_interface import Choice, Sample
 
 LOWEST_LOGPROB: Final = -9999.0
 """Replaces minus infinity, which JSON cannot represent, as in vLLM."""
+
+
+class TextCodec(Protocol):
+    """The two tokenizer calls that text routes need."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
 
 class Span(TypedDict):

@@ -128,7 +128,7 @@ def test_stop_token_is_part_of_the_response(generate: Callable[..., httpx.Respon
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
 
 
-@pytest.mark.parametrize("path", ["/inference/v1/generate", "/abort_requests"])
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions", "/abort_requests"])
 @pytest.mark.parametrize("body", ["[" * 200_000, "{", "\ud800".encode(errors="surrogatepass"), "[1e999999]"])
 def test_what_is_no_json_of_a_request_is_400(client: httpx.Client, path: str, body: str | bytes) -> None:
     """vLLM has FastAPI's body for one that is nested too deeply, the protocol's for others."""
@@ -138,10 +138,14 @@ def test_what_is_no_json_of_a_request_is_400(client: httpx.Client, path: str, bo
         assert_error(answer, 400)
 
 
-def test_bad_prompts_are_400(client: httpx.Client) -> None:
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
+def test_bad_prompts_are_400(client: httpx.Client, path: str) -> None:
     for prompt in ([], [5, 96], [5, -1], list(range(2, 90)) * 3, None):
-        body = {"model": "tiny", "token_ids": prompt, "sampling_params": {}}
-        assert_error(client.post("/inference/v1/generate", json=body), 400)
+        if path == "/v1/completions":
+            body: dict[str, Any] = {"model": "tiny", "prompt": prompt}
+        else:
+            body = {"model": "tiny", "token_ids": prompt, "sampling_params": {}}
+        assert_error(client.post(path, json=body), 400)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +165,39 @@ def test_sampling_values_out_of_range_are_400(generate: Callable[..., httpx.Resp
     assert_error(generate(PROMPT, **params), 400)
 
 
-def test_unknown_model_is_404(generate: Callable[..., httpx.Response]) -> None:
+def test_unknown_model_is_404(client: httpx.Client, generate: Callable[..., httpx.Response]) -> None:
     assert "nobody" in assert_error(generate(PROMPT, model="nobody"), 404)
+    assert_error(client.post("/v1/completions", json={"model": "nobody", "prompt": PROMPT}), 404)
+
+
+def test_completions_number_choices_prompt_by_prompt(client: httpx.Client) -> None:
+    body = {
+        "model": "tiny",
+        "prompt": [PROMPT, [9, 10]],
+        "n": 2,
+        "max_tokens": 3,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    answer = client.post("/v1/completions", json=body).json()
+    assert answer["object"] == "text_completion" and answer["model"] == "tiny"
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [PROMPT, PROMPT, [9, 10], [9, 10]]
+    assert answer["usage"]["completion_tokens"] == 12
+    for choice in answer["choices"]:
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == 3
+        assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+
+
+def test_completions_take_and_return_text(client: httpx.Client) -> None:
+    body = {"model": "tiny", "prompt": ["ab", "c"], "max_tokens": 2, "return_token_ids": True, "ignore_eos": True}
+    choices = client.post("/v1/completions", json=body).json()["choices"]
+    assert [len(choice["prompt_token_ids"]) for choice in choices] == [2, 1]
+    assert all(isinstance(choice["text"], str) for choice in choices)
+    single = client.post("/v1/completions", json={**body, "prompt": "ab"}).json()["choices"]
+    assert single[0]["prompt_token_ids"] == choices[0]["prompt_token_ids"]
 
 
 def test_pause_resume_and_is_paused(client: httpx.Client) -> None:

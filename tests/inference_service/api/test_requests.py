@@ -21,21 +21,24 @@ from async_rl.shared.protocol.inference import (
 from inference_service.api.requests import (
     NEUTRAL,
     WITHOUT_EFFECT,
+    CompletionRequest,
     ServedGenerateRequest,
     ServedSamplingParams,
 )
 
-KNOWN = {*ServedSamplingParams.model_fields, *ServedGenerateRequest.model_fields, *WITHOUT_EFFECT, *NEUTRAL}
+KNOWN = {*CompletionRequest.model_fields, *ServedGenerateRequest.model_fields, *WITHOUT_EFFECT, *NEUTRAL}
 UNKNOWN = st.text(min_size=1).filter(lambda name: name not in KNOWN)
 NOTHING = st.sampled_from([None, False, 0, 0.0, "", [], {}])
 SOMETHING = st.sampled_from([True, 1, 0.5, "x", [0], {"a": None}, -1])
-BODIES = st.sampled_from(["sampling", "generate"])
+BODIES = st.sampled_from(["sampling", "generate", "completion"])
 
 
 def parse(kind: str, more: dict[str, Any]) -> Any:
     if kind == "sampling":
         return ServedSamplingParams.model_validate(more)
-    return ServedGenerateRequest.model_validate({"token_ids": [1], "sampling_params": {}} | more)
+    if kind == "generate":
+        return ServedGenerateRequest.model_validate({"token_ids": [1], "sampling_params": {}} | more)
+    return CompletionRequest.model_validate({"prompt": "x"} | more)
 
 
 @settings(max_examples=60)
@@ -71,7 +74,7 @@ def test_sampling_parameters_within_a_request_are_checked_too() -> None:
 
 def test_a_long_value_is_cut_in_the_refusal() -> None:
     with pytest.raises(ValidationError) as refused:
-        parse("sampling", {"suffix": "x" * 10_000})
+        parse("completion", {"suffix": "x" * 10_000})
     assert "'suffix' = 'xxx" in (message := refused.value.errors()[0]["msg"]) and len(message) < 300
 
 
@@ -82,10 +85,24 @@ def test_what_float32_cannot_be_multiplied_with_is_refused(name: str) -> None:
         parse("sampling", {name: 1e30})
 
 
+@pytest.mark.parametrize("prompt", ["text", [1, 2], ["text", "more"], [[1], [2, 3]]])
+def test_a_completion_takes_texts_and_token_ids_as_they_are(prompt: Any) -> None:
+    assert CompletionRequest.model_validate({"prompt": prompt}).prompt == prompt
+
+
+@pytest.mark.parametrize("prompt", [None, [], [[]], [[1], []], [1, "x"], [-1], 7])
+def test_a_completion_of_anything_else_is_refused(prompt: Any) -> None:
+    with pytest.raises(ValidationError, match="prompt"):
+        CompletionRequest.model_validate({"prompt": prompt})
+
+
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
         (ServedGenerateRequest, {"token_ids": [1], "sampling_params": {}, "request_id": "a\ud800"}),
+        (CompletionRequest, {"prompt": [1], "request_id": "a\ud800"}),
+        (CompletionRequest, {"prompt": "a\ud800"}),
+        (CompletionRequest, {"prompt": ["a", "a\ud800"]}),
         (ServedSamplingParams, {"stop": ["a\ud800"]}),
         (FinishUpdateRequest, {"weight_version": "a\ud800"}),
     ],
@@ -101,6 +118,7 @@ LISTS: dict[str, tuple[type[Body], dict[str, Any]]] = {
     "token_ids": (ServedGenerateRequest, {"sampling_params": {}}),
     "stop_token_ids": (ServedSamplingParams, {}),
     "stop": (ServedSamplingParams, {}),
+    "prompt": (CompletionRequest, {}),
     "names": (UpdateInfo, {"dtype_names": [], "shapes": []}),
     "dtype_names": (UpdateInfo, {"names": ["a"], "shapes": []}),
     "shapes": (UpdateInfo, {"names": ["a"], "dtype_names": []}),

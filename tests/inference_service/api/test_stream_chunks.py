@@ -1,4 +1,4 @@
-"""A stream becomes one answer: nothing is lost, the last chunk is marked, an end closes it."""
+"""Streams of several prompts become one answer: nothing is lost, the last chunk is told as such, an end closes all."""
 
 import asyncio
 import json
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from async_rl.shared.protocol import token_frames
 from async_rl.shared.protocol.inference import SamplingParams
-from inference_service.api.generation_routes import generate_chunks
+from inference_service.api.generation_routes import completion_chunks, generate_chunks
+from inference_service.api.requests import CompletionRequest
 from inference_service.engine_interface import Choice, OutOfService, Sample
 
 Events = Sequence[dict[int, Choice]]
@@ -60,6 +61,31 @@ def streams(draw: st.DrawFn, n: int, first_token: int) -> Stream:
     return Stream(events, draw(st.lists(st.integers(0, 3), max_size=6)))
 
 
+async def read(body: CompletionRequest, some: Sequence[Stream]) -> list[tuple[dict[str, Any], bool]]:
+    prompts = [(1,)] * len(some)
+    chunks = completion_chunks("r", "m", body, prompts, None, [stream.deltas() for stream in some])
+    return [(json.loads(data), is_last) async for data, is_last in chunks]
+
+
+@settings(max_examples=30)
+@given(st.data(), st.integers(1, 3), st.integers(1, 3))
+def test_streams_of_several_prompts_are_told_as_one(data: st.DataObject, num_prompts: int, n: int) -> None:
+    some = [data.draw(streams(n, 100 * i)) for i in range(num_prompts)]
+    body = CompletionRequest(prompt="x", n=n, return_token_ids=True)
+    chunks = asyncio.run(read(body, some))
+    assert [is_last for _, is_last in chunks] == [False] * (len(chunks) - 1) + [True]
+    tokens: dict[int, list[int]] = {i: [] for i in range(num_prompts * n)}
+    for chunk, _ in chunks:
+        for choice in chunk["choices"]:
+            tokens[choice["index"]] += choice["token_ids"]
+    assert tokens == {
+        i * n + j: [s.token_id for event in stream.events if j in event for s in event[j].samples]
+        for i, stream in enumerate(some)
+        for j in range(n)
+    }
+    assert all(stream.closed for stream in some)
+
+
 @settings(max_examples=30)
 @given(st.data(), st.integers(1, 4))
 def test_the_last_chunk_of_a_generate_stream_is_the_one_in_which_the_last_choice_ends(
@@ -73,26 +99,25 @@ def test_the_last_chunk_of_a_generate_stream_is_the_one_in_which_the_last_choice
     assert asyncio.run(told()) == [False] * (len(stream.events) - 1) + [True]
 
 
-def test_a_stream_that_breaks_ends_the_answer() -> None:
+def test_a_stream_that_breaks_ends_the_answer_and_the_other_streams() -> None:
     broken = Stream([{0: piece(1)}], error=OutOfService("the weights broke"))
-
-    async def read() -> None:
-        async for _ in generate_chunks("r", SamplingParams(), broken.deltas()):
-            pass
-
+    other = Stream([{0: piece(2)}] * 50, [10] * 50)
     with pytest.raises(OutOfService, match="the weights broke"):
-        asyncio.run(read())
-    assert broken.closed
+        asyncio.run(read(CompletionRequest(prompt=["x", "y"]), [broken, other]))
+    assert broken.closed and other.closed
 
 
-def test_an_answer_that_is_closed_early_closes_its_stream() -> None:
-    stream = Stream([{0: piece(1)}] * 50, [1] * 50)
+def test_an_answer_that_is_closed_early_closes_its_streams() -> None:
+    some = [Stream([{0: piece(1)}] * 50, [1] * 50) for _ in range(2)]
 
     async def leave() -> None:
-        chunks = generate_chunks("r", SamplingParams(), stream.deltas())
+        body = CompletionRequest(prompt=["x", "y"])
+        chunks = completion_chunks("r", "m", body, [(1,), (1,)], None, [stream.deltas() for stream in some])
         await anext(chunks)
         await chunks.aclose()
-        assert stream.closed
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert all(stream.closed for stream in some)
 
     asyncio.run(leave())
 

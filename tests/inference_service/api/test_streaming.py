@@ -215,8 +215,9 @@ def test_client_that_leaves_its_stream_cancels_the_request(instance: Any) -> Non
 
 
 def test_refusals_come_before_the_stream(instance: Any) -> None:
-    answer = instance.client.post(GENERATE, json={**body_of(max_tokens=999), "stream": True})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
+    for path, body in ((GENERATE, body_of(max_tokens=999)), ("/v1/completions", {"prompt": PROMPT, "max_tokens": 999})):
+        answer = instance.client.post(path, json={**body, "stream": True})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
 
 
 def test_a_fault_ends_a_stream_with_an_error_event(
@@ -255,6 +256,31 @@ def test_a_stream_goes_on_with_new_weights_and_says_so(
         old, new = stream.pieces(index)[-1]["weight_versions"]
         assert (old["version"], old["start"], new["version"], new["end"]) == ("default", 0, "v1", 240)
         assert old["end"] == new["start"]
+
+
+def test_completions_stream_the_text_tokens_and_logprobs_of_the_unary_answer(instance: Any) -> None:
+    body = {
+        "model": "tiny",
+        "prompt": ["To be, or ", "not"],
+        "n": 3,
+        "max_tokens": 25,
+        "seed": 5,
+        "logprobs": 1,
+        "return_token_ids": True,
+        "stream_interval": 4,
+    }
+    whole = instance.client.post("/v1/completions", json=body).json()
+    stream = Stream(instance.client, "/v1/completions", body).wait()
+    assert stream.is_done and {chunk["id"][:5] for chunk in stream.chunks} == {"cmpl-"}
+    for choice in whole["choices"]:
+        pieces = stream.pieces(choice["index"])
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        for name in ("tokens", "text_offset"):
+            assert joined(piece["logprobs"][name] for piece in pieces) == choice["logprobs"][name]
+        assert joined(piece["token_ids"] for piece in pieces) == choice["token_ids"]
+        assert pieces[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert not any(piece["prompt_token_ids"] for piece in pieces[1:])
+        assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [choice["finish_reason"]]
 
 
 def test_streams_and_whole_answers_side_by_side_are_all_right(instance: Any) -> None:
