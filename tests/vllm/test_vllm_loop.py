@@ -60,10 +60,6 @@ FAMILIES = {
     "mistral": {},
     "smollm3": {"hidden_size": 128},
     "seed_oss": {},
-    "granite": {"hidden_size": 128},
-    "ministral3": {},
-    "glm4_moe": {"moe_intermediate_size": 64},
-    "deepseek_v3": {"moe_intermediate_size": 64},
 }
 """Beside qwen3, which the other tests have: of sizes that vLLM's kernels on CPU take."""
 
