@@ -127,19 +127,6 @@ def with_logprobs(groups: Sequence[Group], logprobs: Sequence[Sequence[tuple[flo
     ]
 
 
-def of_single_experts(gradients: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """transformers stacks experts, and gate and up, in one weight each; checkpoints do not."""
-    for name, gradient in gradients.items():
-        stem, _, stacked = name.rpartition("experts.")
-        if stem:
-            for e, of_expert in enumerate(gradient):
-                parts = ("gate_proj", "up_proj") if stacked == "gate_up_proj" else (stacked,)
-                for part, own in zip(parts, of_expert.chunk(len(parts)), strict=True):
-                    yield f"{stem}experts.{e}.{part}.weight", own
-        else:
-            yield name, gradient
-
-
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 20])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.2])
 @pytest.mark.parametrize("normalize", ["token", "sequence"])
@@ -175,7 +162,7 @@ def test_a_batch_equals_transformers_with_baselines_and_lengths_of_whole_rollout
     assert stats.metrics["entropy"] == pytest.approx(expected.entropy, rel=1e-5)
     count = sum(len(g.rewards) if normalize == "sequence" else g.num_response_tokens for g in groups)
     norm = torch.cat([g.flatten() for g in expected.gradients.values()]).norm()
-    expected_gradients = dict(of_single_experts(expected.gradients))
+    expected_gradients = expected.gradients
     assert set(gradients) == set(expected_gradients)
     for name, gradient in gradients.items():
         difference = (gradient / count - expected_gradients[name]).norm()

@@ -13,7 +13,7 @@ from async_rl.checks.preflight.weight_files import HEAD, require_sizes, require_
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, TABLE
+from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, SAME_AS, TABLE
 from async_rl.shared.model_limits import fp8_block
 from async_rl.shared.model_shape import ModelShape, damaged
 from async_rl.shared.net.hub import hub_fault
@@ -389,7 +389,8 @@ def require_exact(config: Config, files: ModelFiles) -> None:
                 f"train.exact needs {key} = {expected!r}, not {value!r}: change it, or set train.exact to false"
             )
     family = str(files.config.get("model_type"))
-    if files.shape.experts is not None:
+    traits = TABLE.get(SAME_AS.get(family, family))
+    if traits is not None and traits.experts:
         raise ConfigError(
             f"train.exact is for models without experts, and model.path {files.name!r} is of {family!r}: set "
             "train.exact to false"
