@@ -55,6 +55,7 @@ class Session:
     """The arguments of `async_rl.loop.train`, built and connected."""
 
     train: TrainSection
+    """That of the config; with the number of iterations, if the config has epochs."""
     megatron: MegatronTrainer
     rank: TrainingRank
     prompts: PromptSource
@@ -108,12 +109,15 @@ def open_session(
             # The id is unique per start, so that an instance of an earlier start is never taken for one of this start.
             mine = [secrets.token_hex(4), lease.name, lease.term, astuple(producer.address)]
             begin_loading(config, control)
-        megatron = MegatronTrainer.of(config, parallel)
+        # Epochs are counted with the prompts, and the learning rate's schedule needs their number.
+        megatron = MegatronTrainer.of(config, parallel) if config.train.epochs is None else None
         prompts, contents = load_prompts_and_contents(config, parallel, control)
+        counted = _counted(config, len(prompts))
+        megatron = megatron or MegatronTrainer.of(counted, parallel)
         run_id, lease_name, term, address_of_producer = parallel.broadcast_json(mine)
         if config.checkpoint.every or config.run.resume:
             require_shared(config.run.dir, lease_name, parallel)
-        saving = _open_saving(closing, config, parallel, megatron, prompts, contents, term, require_lease)
+        saving = _open_saving(closing, config, counted, parallel, megatron, prompts, contents, term, require_lease)
         if producer is not None:
             producer.open(saving.first_iteration, parallel.num_replicas, megatron.training_pool)
         # Nobody asks the producer for groups before it is ready.
@@ -134,7 +138,7 @@ def open_session(
                 config, producer, sender, contents, parallel.num_replicas, pool, recorder, require_lease, shutdown.watch
             )
         yield Session(
-            config.train,
+            counted.train,
             megatron,
             TrainingRank(megatron, parallel, run_id, publish, shutdown, require_lease),
             prompts,
@@ -145,6 +149,15 @@ def open_session(
             Recovery(parallel, shutdown, megatron, saving, rollouts, restart, lost_after_s),
             control,
         )
+
+
+def _counted(config: Config, num_prompts: int) -> Config:
+    """With the number of iterations, if it has epochs."""
+    counted = config.with_iterations(num_prompts)
+    if config.train.epochs is not None:
+        num_iterations = counted.train.num_iterations
+        log.info("train.epochs = %g of %d prompts: %d iterations", config.train.epochs, num_prompts, num_iterations)
+    return counted
 
 
 def _connect(
@@ -164,6 +177,7 @@ def _connect(
 def _open_saving(
     closing: ExitStack,
     config: Config,
+    counted: Config,
     parallel: Parallel,
     megatron: MegatronTrainer,
     prompts: PromptSource,
@@ -174,6 +188,7 @@ def _open_saving(
     """Loads the newest checkpoint if the run resumes; the main rank cuts the records to it.
 
     Args:
+        counted: the config with its number of iterations, which a checkpoint does not hold it to.
     """
     checkpoints = Checkpoints(
         checkpoints_dir(config.run.dir),
@@ -185,9 +200,9 @@ def _open_saving(
         require_lease=require_lease,
     )
     closing.callback(checkpoints.close)
-    saving = Saving(checkpoints, megatron, config.run, config.train, config.checkpoint)
+    saving = Saving(checkpoints, megatron, config.run, counted.train, config.checkpoint)
     if parallel.is_main:
-        write_file(config.run.dir / CONFIG, json.dumps(masked("", config.model_dump(mode="json")), indent=1) + "\n")
+        write_file(config.run.dir / CONFIG, json.dumps(masked("", counted.model_dump(mode="json")), indent=1) + "\n")
         num_cut = cut_run_records(config.run.dir, saving.first_iteration)
         require_proofs(config.run.dir, saving.first_iteration, accept=config.run.accept_changes)
         log.info("starting at iteration %d, %d later records removed", saving.first_iteration, num_cut)

@@ -18,8 +18,6 @@ def _names_of(trainer: str, *rows: tuple[str, tuple[str, ...], str]) -> dict[str
 
 _ALL_TOKENS = "tokens would have other probabilities than the trainer computes; sets of [[evaluation.sets]] have it"
 
-_EPOCHS = "epochs x rows / prompts.prompts_per_batch"
-
 TRL = _names_of(
     "TRL",
     ("model_name_or_path", ("model.path",), ""),
@@ -38,7 +36,7 @@ TRL = _names_of(
     ("epsilon_high", ("algorithm.clip_high",), ""),
     ("loss_type", ("algorithm.name", "algorithm.normalize"), ""),
     ("scale_rewards", ("algorithm.scale_by_std",), ""),
-    ("num_train_epochs", ("train.iterations",), _EPOCHS),
+    ("num_train_epochs", ("train.epochs",), ""),
     ("max_steps", ("train.iterations",), ""),
     ("num_iterations", (), "each batch is passed through once"),
     ("steps_per_generation", ("train.steps_per_batch",), ""),
@@ -85,7 +83,7 @@ VERL = _names_of(
     ("max_num_seqs", ("inference.max_concurrency",), ""),
     ("gpu_memory_utilization", ("inference.engine_options",), ""),
     ("tensor_model_parallel_size", ("trainer.tensor_parallel",), "inference.tensor_parallel of the instances"),
-    ("total_epochs", ("train.iterations",), _EPOCHS),
+    ("total_epochs", ("train.epochs",), ""),
     ("total_training_steps", ("train.iterations",), ""),
     ("save_freq", ("checkpoint.every",), ""),
     ("default_local_dir", ("run.dir",), ""),
@@ -121,7 +119,6 @@ _GONE = (
         "cluster.scale_down_after_s",
     ),
     *("cluster.patience_s", "cluster.lease_s", "prompts.cache_dir", "rollout.truncated_reward"),
-    *("tracking.all_responses",),
 )
 
 EARLIER = _names_of(
@@ -129,7 +126,6 @@ EARLIER = _names_of(
     *((f"reward.{name}", (f"reward.options.{name}",), "") for name in _OF_REWARDS),
     ("reward.on_error", ("reward.max_attempts",), "1 where it was fail"),
     ("prompts.column", ("prompts.columns.prompt",), ""),
-    ("train.epochs", ("train.iterations",), _EPOCHS),
     ("prompts.pass_over", ("prompts.reserve",), "chosen after the rollouts"),
     (
         "prompts.curriculum_order",

@@ -5,8 +5,9 @@ Every entry point loads it first and passes each part only its own section. Unkn
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -63,6 +64,9 @@ class TrackingSection(Section):
     )
     project: str = Field(
         "async-rl", min_length=1, description="what trackers file the run under, by the name of run.dir"
+    )
+    all_responses: bool = Field(
+        False, description="samples.jsonl has the texts of all responses of its groups, not of two"
     )
 
     @property
@@ -133,6 +137,29 @@ class Config(Section):
             return self.prompts.max_prompt_tokens + self.rollout.max_response_tokens
         return self.rollout.max_context_tokens
 
+    def with_iterations(self, num_prompts: int) -> "Config":
+        """With the number of iterations that `train.epochs` of so many prompts are, if these are what it has.
+
+        A last batch that crosses the end of an epoch is filled from the next one.
+
+        Raises:
+            ConfigError: the critic would be alone in all of them.
+        """
+        if self.train.epochs is None:
+            return self
+        # 0.1 of 30 are a little more than 3 as floats.
+        iterations = max(1, ceil(self.train.epochs * num_prompts / self.prompts.num_drawn - 1e-9))
+        counted = self.model_copy(update={"train": self.train.model_copy(update={"iterations": iterations})})
+        for fault in counted._the_critic_is_not_always_alone():
+            raise ConfigError(fault)
+        return counted
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_train_section(cls, tree: Any) -> Any:
+        # None of its keys is required alone, so that the section's own error names what is missing.
+        return {"train": {}} | tree if isinstance(tree, dict) else tree
+
     @model_validator(mode="after")
     def _shared_devices_have_a_snapshot(self) -> "Config":
         if self.run.placement != "separate" and self.publish.transport != "snapshot":
@@ -148,6 +175,7 @@ class Config(Section):
         """Names all contradictions between sections at once."""
         checks = (
             self._something_rewards,
+            self._epochs_can_be_counted,
             self._the_critic_is_not_always_alone,
             self._mixtures_name_rewards_that_exist,
             self._weights_are_of_parts_that_exist,
@@ -172,12 +200,20 @@ class Config(Section):
                 "another of rewards.md, or python:path/to/file.py:function"
             )
 
+    def _epochs_can_be_counted(self) -> Iterator[str]:
+        if self.train.epochs is not None and len(self.prompts.mixture) > 1:
+            yield (
+                f"train.epochs is {self.train.epochs:g}, but prompts.mixture has {len(self.prompts.mixture)} parts, "
+                "each of which begins its next epoch by its weight: set train.iterations instead"
+            )
+
     def _the_critic_is_not_always_alone(self) -> Iterator[str]:
         alone, iterations = self.algorithm.critic.critic_iterations_alone, self.train.iterations
-        if alone >= iterations:
+        if iterations is not None and alone >= iterations:
+            of_epochs = f" (train.epochs = {self.train.epochs:g})" if self.train.epochs is not None else ""
             yield (
-                f"algorithm.options.critic_iterations_alone is {alone}, but train.iterations is {iterations}: the "
-                "policy would never learn; lower the one or raise the other"
+                f"algorithm.options.critic_iterations_alone is {alone}, but train.iterations is "
+                f"{iterations}{of_epochs}: the policy would never learn; lower the one or raise the other"
             )
 
     def _mixtures_name_rewards_that_exist(self) -> Iterator[str]:

@@ -33,8 +33,18 @@ class OptimizerSection(Section):
         return self
 
 
+MAX_EPOCHS = 1e9
+"""So many of any number of rows are still a whole number of iterations."""
+
+
 class TrainSection(Section):
-    iterations: int = Field(ge=1, description="batches to train")
+    iterations: int | None = Field(None, ge=1, description="batches to train; or else train.epochs")
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        le=MAX_EPOCHS,
+        description="how often every row is drawn, 0.5 for every other one; the start makes train.iterations of it",
+    )
     steps_per_batch: int = Field(
         1,
         ge=1,
@@ -61,4 +71,21 @@ class TrainSection(Section):
 
     @property
     def num_iterations(self) -> int:
+        """Of a run whose rows are known, see `Config.with_iterations`."""
+        assert self.iterations is not None, f"train.epochs = {self.epochs} is no number of iterations yet"
         return self.iterations
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> "TrainSection":
+        if self.iterations is None and self.epochs is None:
+            raise ValueError(
+                "train.iterations and train.epochs are both missing: set one of them, the batches to train or how "
+                "often every row is drawn, in the file or as --train.iterations INT or --train.epochs FLOAT"
+            )
+        if self.iterations is not None and self.epochs is not None:
+            raise ValueError(
+                f"train.iterations is {self.iterations} and train.epochs is {self.epochs:g}, but each of them is the "
+                "length of the run: remove one; on the command line --train.iterations null or --train.epochs null "
+                "does so"
+            )
+        return self

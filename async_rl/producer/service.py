@@ -125,6 +125,7 @@ class ProducerService:
         self._tokenizer, self._pool.model_tokens = load_tokenizer(config.model.path, checkpoint)
         check = answer_check(config.reward)
         self._prompts = PromptSource.load(config.prompts, self._tokenizer, config.run.seed, Path(cache_dir), check)
+        self._config = config.with_iterations(len(self._prompts))
         return {"outlines": list(map(asdict, self._prompts.outlines)), "digests": self._prompts.digests}
 
     def open(
@@ -168,6 +169,7 @@ class ProducerService:
             has_reserve=config.prompts.reserve > 0,
             training_pool=_training_pool(training_pool),
             trackers=trackers,
+            all_responses=config.tracking.all_responses,
         )
         self._closing.callback(self._recorder.close)
         return server.port

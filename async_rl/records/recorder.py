@@ -184,6 +184,7 @@ class RunRecorder(Recorder):
         has_reserve: whether batches have a reserve, of which some groups are left out.
         training_pool: what throughput per device depends on; without it such figures are null.
         trackers: get each record and its samples, too. Their owner closes them.
+        all_responses: samples have the texts of all responses of their groups.
     """
 
     def __init__(
@@ -198,7 +199,9 @@ class RunRecorder(Recorder):
         has_reserve: bool = False,
         training_pool: TrainingPool | None = None,
         trackers: Trackers | None = None,
+        all_responses: bool = False,
     ) -> None:
+        self._all_responses = all_responses
         self._trackers = trackers or Trackers()
         self._training_pool = training_pool
         self._require_lease = require_lease
@@ -219,7 +222,7 @@ class RunRecorder(Recorder):
 
     def end(self, record: IterationRecord, publication: Publication) -> None:
         line = {key: _as_json(value) for key, value in self._summarize(record, publication).items()}
-        samples = list(record.sampled.rows(self._decode, record.rows))
+        samples = list(record.sampled.rows(self._decode, record.rows, all_responses=self._all_responses))
         self._require_lease()
         SAMPLES.append(self._run_dir, samples)
         append_lines(self._run_dir / "metrics.jsonl", [json.dumps(line)])

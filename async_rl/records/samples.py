@@ -14,7 +14,7 @@ from async_rl.method.types import Group, Response, RolloutFacts
 
 NUM_GROUPS = 3
 NUM_ROLLOUTS = 2
-"""Of each group: the first ones."""
+"""Of each group: the first ones, unless `tracking.all_responses` asks for the texts of all."""
 
 NUM_BRANCHES = 2
 """Maximum responses of one rollout: the first ones."""
@@ -82,9 +82,11 @@ class Sampled:
         for group in groups:
             self._groups.offer(group)
 
-    def rows(self, decode: Decode | None, proven: Iterable[GroupProof] = ()) -> Iterator[dict[str, Any]]:
+    def rows(
+        self, decode: Decode | None, proven: Iterable[GroupProof] = (), *, all_responses: bool = False
+    ) -> Iterator[dict[str, Any]]:
         """One per group; without the texts of prompt and tokens if `decode` is None. `proven` has the trainer's
-        log-probs of the groups."""
+        log-probs of the groups; with `all_responses` those that have none are shown as texts."""
         logprobs = {row.index: row.shown_logprobs for row in proven if row.shown_logprobs}
         for group in self._groups:
             shown = shown_responses(group)
@@ -98,7 +100,10 @@ class Sampled:
                 "weight_version": group.weight_version,
                 **({} if decode is None else {"prompt": shorten(prompt)}),
                 **({"row": row} if row else {}),
-                "responses": [_response(group, i, decode, of_trainer[i]) for i in shown],
+                "responses": [
+                    _response(group, i, decode, of_trainer.get(i, ()))
+                    for i in (range(len(group.responses)) if all_responses else shown)
+                ],
             }
 
 

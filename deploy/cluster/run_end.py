@@ -12,6 +12,7 @@ from rich.console import Console
 from async_rl.config.secrets import masked_words
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, RunDirInUse
+from async_rl.records.records import CONFIG
 from async_rl.records.run_records import METRICS, RunRecords, has_iteration, number_of, object_in
 from async_rl.shared.programs.command_line import USAGE_ERROR
 from deploy.cluster.run_view import RunView
@@ -36,10 +37,21 @@ def _iteration_of(checkpoint: Path) -> Any:
     return content.get("iteration") if isinstance(content, dict) else None
 
 
+def num_iterations(config: Config) -> int | None:
+    """Of the whole run. Of epochs the trainer makes a number, and writes it to `run.dir`: None before that."""
+    if config.train.epochs is None:
+        return config.train.num_iterations
+    train = object_in(config.run.dir / CONFIG).get("train")
+    if not isinstance(train, dict) or train.get("epochs") != config.train.epochs:
+        return None
+    found = number_of(train.get("iterations"))
+    return None if found is None else int(found)
+
+
 def is_finished(config: Config) -> bool:
     """Whether the run in `run.dir` is trained to its end and its model is written."""
-    saved = num_saved(config.run.dir)
-    return saved is not None and saved >= config.train.iterations and (config.run.dir / "model").is_dir()
+    saved, total = num_saved(config.run.dir), num_iterations(config)
+    return saved is not None and total is not None and saved >= total and (config.run.dir / "model").is_dir()
 
 
 def describe_end(config: Config) -> str:
@@ -58,7 +70,7 @@ def describe_end(config: Config) -> str:
     if skipped:
         named = ", ".join(map(str, skipped[:MAX_NAMED])) + (", ..." if len(skipped) > MAX_NAMED else "")
         rows.insert(0, ("no step", f"in {len(skipped)} iterations ({named}): their gradients were not finite"))
-    return "\n".join([f"the run is trained: {config.train.iterations} iterations", *_table(rows)])
+    return "\n".join([f"the run is trained: {_length(config)}", *_table(rows)])
 
 
 def _skipped_steps(run_dir: Path) -> dict[int, int]:
@@ -69,11 +81,18 @@ def _skipped_steps(run_dir: Path) -> dict[int, int]:
 
 def describe_finished(config: Config) -> str:
     """Where a run is to go on that has trained all its iterations."""
-    iterations = config.train.iterations
+    epochs, iterations = config.train.epochs, config.train.iterations
+    more = f"--train.iterations {2 * iterations}" if iterations else f"--train.epochs {2 * (epochs or 1):g}"
     return (
-        f"{str(config.run.dir)!r} is finished: all {iterations} iterations are trained, and nothing is started; "
-        f"--train.iterations {2 * iterations} would train as many again\n{describe_end(config)}"
+        f"{str(config.run.dir)!r} is finished: all {_length(config)} are trained, and nothing is started; {more} would "
+        f"train as many again\n{describe_end(config)}"
     )
+
+
+def _length(config: Config) -> str:
+    total, epochs = num_iterations(config), config.train.epochs
+    said = [f"{total} iterations"] if total is not None else []
+    return ", ".join([*said, f"train.epochs = {epochs:g}"] if epochs is not None else said)
 
 
 def describe_saved(config: Config, command: Sequence[str]) -> str:
@@ -86,7 +105,7 @@ def describe_saved(config: Config, command: Sequence[str]) -> str:
         return f"nothing is saved, {why}: to begin again, name another run.dir or remove {str(config.run.dir)!r}"
     words = [word for word in command if not word.startswith("--run.resume")]
     again = shlex.join(masked_words([*words, "--run.resume=true"]))
-    total = f"{config.train.iterations} iterations"
+    total = f"{num_iterations(config) or 'its'} iterations"
     return f"saved in {str(config.run.dir / 'checkpoints')!r}: {saved} of {total}; go on with\n  {again}"
 
 

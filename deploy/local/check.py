@@ -48,7 +48,7 @@ class Check:
     """What was found about a config. `plan` is None if the run is for other machines, or cannot be planned for this
     one; `cluster_plan` then has its tasks if a launcher starts them all. `forecast` is None if the model is unknown.
 
-    `errors` prevent the run; `warnings` do not, or cannot be decided here.
+    `errors` prevent the run; `warnings` do not, or cannot be decided here; `notes` say what settings mean for the rows.
     """
 
     values: tuple[SourcedValue, ...]
@@ -58,6 +58,7 @@ class Check:
     capacity: Capacity | None
     errors: tuple[ConfigError, ...]
     warnings: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def why_elsewhere(config: Config) -> str | None:
@@ -88,6 +89,7 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
     reason = why_elsewhere(config)
     errors: list[ConfigError] = []
     warnings = [reason] if reason else []
+    notes: list[str] = []
     elsewhere = elsewhere or reason is not None
     missing = list(map(str, find_missing_files(config)))
     warnings += [f"{NOT_YET}{message}" for message in missing]
@@ -115,9 +117,9 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
             errors += misfits.errors
             warnings += misfits.warnings
     if not (errors or elsewhere or missing):
-        _try_out(config_path, overrides, errors, warnings)
+        _try_out(config_path, overrides, errors, warnings, notes)
     values = (*sourced_values(config_path, config, overrides), *environment_values(os.environ))
-    return Check(values, plan, cluster_plan, forecast, capacity, tuple(errors), tuple(warnings))
+    return Check(values, plan, cluster_plan, forecast, capacity, tuple(errors), tuple(warnings), tuple(notes))
 
 
 def check_config(
@@ -137,6 +139,7 @@ def check_config(
         check.forecast,
         check.capacity,
         check.warnings,
+        check.notes,
         num_left_out=len(check.values) - len(values),
     )
     if len(check.errors) == 1:
@@ -150,7 +153,9 @@ def check_config(
     return 0
 
 
-def _try_out(config_path: Path, overrides: Sequence[str], errors: list[ConfigError], warnings: list[str]) -> None:
+def _try_out(
+    config_path: Path, overrides: Sequence[str], errors: list[ConfigError], warnings: list[str], notes: list[str]
+) -> None:
     """Rows and reward, as a process of its own tries them: see `async_rl.checks.preflight.trial`."""
     argv = [sys.executable, "-m", "async_rl.checks.preflight.trial", str(config_path), *overrides]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
@@ -161,6 +166,7 @@ def _try_out(config_path: Path, overrides: Sequence[str], errors: list[ConfigErr
     trial = json.loads(done.stdout.splitlines()[-1])
     errors += map(ConfigError, trial["errors"])
     warnings += trial["warnings"]
+    notes += trial["notes"]
 
 
 def explain_refusal(end: Stopped | AsyncRLError) -> int:

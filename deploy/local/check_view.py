@@ -27,9 +27,10 @@ def show_check(
     forecast: RunForecast | None,
     capacity: Capacity | None,
     warnings: Sequence[str],
+    notes: Sequence[str] = (),
     num_left_out: int = 0,
 ) -> None:
-    """Prints all parts there are, warnings last; `num_left_out` further settings have their defaults."""
+    """Prints all parts there are, notes and warnings last; `num_left_out` further settings have their defaults."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=PIPE_WIDTH, highlight=False)
@@ -45,6 +46,8 @@ def show_check(
         console.print(_indented(_describe_tasks(cluster_plan)), markup=False, soft_wrap=True)
     if forecast is not None:
         _show_forecast(console, forecast, plan, cluster_plan, capacity)
+    for note in notes:
+        console.print(Text(f"\n{note}"), soft_wrap=True)
     for warning in warnings:
         console.print(Text.assemble(("warning: ", "yellow"), warning), soft_wrap=True)
 

@@ -55,6 +55,7 @@ def common_overrides(config: Config, words: Sequence[str], out: Path, iterations
     own = {
         "run.resume": "false",
         "train.iterations": str(iterations),
+        "train.epochs": "null",
         "train.order": "prompt",
         "checkpoint.every": "0",
         "evaluation.sets": "[]",

@@ -54,7 +54,7 @@ SET_BY_YOU = {
     "reward": "name parts column options num_workers",
     "algorithm": "name options",
     "optimizer": "learning_rate",
-    "train": "iterations",
+    "train": "iterations epochs",
     "trainer": "device num_processes",
     "checkpoint": "every",
     "inference": "engine python num_instances",

@@ -2,8 +2,8 @@
 
 These are settings, the prompts, the reward, and a user's own algorithm. Where and how the results are computed may
 change: the layout of the trainer, the pool, publishing, checkpoints, `run.dir`; so may limits that only end a run, how
-often a reward is tried, and the learning rate. `train.iterations` may change too, which moves the
-end of the learning rate's decay.
+often a reward is tried, and the learning rate. `train.iterations` and `train.epochs` may change too, which
+moves the end of the learning rate's decay.
 """
 
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _DECIDING = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "train")
 _MAY_CHANGE = {
-    *("train.iterations", "train.logprob_noise", "train.exact"),
+    *("train.iterations", "train.epochs", "train.logprob_noise", "train.exact"),
     *("reward.timeout_s", "reward.num_workers", "reward.max_concurrency", "reward.max_attempts"),
     *("reward.options.token_from", "reward.correct_at"),
     *("rollout.num_workers", "rollout.max_concurrent", "rollout.max_attempts"),

@@ -39,10 +39,12 @@ SERVICES = ("http", "judge")
 
 @dataclass(slots=True)
 class Trial:
-    """What it found: `errors` would end the run, `warnings` leave rows out, or could not be decided."""
+    """What it found: `errors` would end the run, `warnings` leave rows out, or could not be decided; `notes` are what
+    settings mean for these rows."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def try_out(config: Config) -> Trial:
@@ -62,9 +64,30 @@ def try_out(config: Config) -> Trial:
     if not trial.errors and all(measured.is_whole for measured in trained) and num_left < config.prompts.num_drawn:
         drawn = config.prompts.drawn_keys
         trial.errors.append(f"{max(num_left, 0)} prompts are left for {drawn}: give more rows or a smaller batch")
+    if trained and not trial.errors and config.train.epochs is not None:
+        _count_epochs(config, num_left if all(measured.is_whole for measured in trained) else None, trial)
     if trained:
         asyncio.run(_try_reward(config, trained[0].first, tokenizer, trial))
     return trial
+
+
+def _count_epochs(config: Config, num_left: int | None, trial: Trial) -> None:
+    """Says how many iterations the epochs are; `num_left` prompts are not held out by their number."""
+    epochs, prompts = f"train.epochs = {config.train.epochs:g}", config.prompts
+    if num_left is None:
+        trial.notes.append(f"{epochs}: the start reads all rows, and makes a number of iterations of it")
+        return
+    share = prompts.held_out % 1
+    num_prompts = round(num_left * (1 - share))
+    about = "about " if share or prompts.deduplicate else ""
+    try:
+        iterations = config.with_iterations(num_prompts).train.num_iterations
+    except ConfigError as error:
+        trial.errors.append(str(error))
+        return
+    trial.notes.append(
+        f"{epochs} of {about}{num_prompts} prompts, {prompts.num_drawn} a batch: {iterations} iterations"
+    )
 
 
 def _measure(

@@ -352,18 +352,22 @@ def test_ten_iterations_without_a_gradient_are_warned_of_once_with_what_to_do(
     assert f"async-rl samples {tmp_path}" in caplog.text and "If none is right" in caplog.text
 
 
-def test_samples_have_the_row_and_the_first_two_responses(tmp_path: Path) -> None:
+def test_samples_have_the_row_and_on_request_every_response(tmp_path: Path) -> None:
     row = {"question": "5 6", "answer": "5", "tests": [1, 2], "long": "x" * 900}
     own = make_group(0, [make_response(text=str(i)) for i in range(4)], prompt=Prompt("p", (5, 6), row))
-    recorder = RunRecorder(tmp_path, 1, decode=lambda ids: " ".join(map(str, ids)))
-    record = recorder.begin(0)
-    with record.training([[own]]):
-        pass
-    proof = GroupProof.of(own, {"http://a": LogprobGaps(2)}, shown_logprobs=((-0.5,), (-0.25,)))
-    record.add_step([proof], StepStats(0.0, 0.0, 0.0))
-    recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
-    (sample,) = rotated_rows(SAMPLES, tmp_path)
-    assert [response["text"] for response in sample["responses"]] == ["0", "1"]
-    assert all("tokens" in response for response in sample["responses"])
-    assert sample["row"].keys() == {"answer", "tests", "long"}, "the question is the prompt"
-    assert sample["row"]["tests"] == "[1, 2]" and len(sample["row"]["long"]) < 600
+    for all_responses, texts in ((False, ["0", "1"]), (True, ["0", "1", "2", "3"])):
+        run_dir = tmp_path / str(all_responses)
+        run_dir.mkdir()
+        recorder = RunRecorder(run_dir, 1, decode=lambda ids: " ".join(map(str, ids)), all_responses=all_responses)
+        record = recorder.begin(0)
+        with record.training([[own]]):
+            pass
+        shown_logprobs = ((-0.5,), (-0.25,))
+        proof = GroupProof.of(own, {"http://a": LogprobGaps(2)}, shown_logprobs=shown_logprobs)
+        record.add_step([proof], StepStats(0.0, 0.0, 0.0))
+        recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
+        (sample,) = rotated_rows(SAMPLES, run_dir)
+        assert [response["text"] for response in sample["responses"]] == texts
+        assert ["tokens" in response for response in sample["responses"]] == [i < 2 for i in range(len(texts))]
+        assert sample["row"].keys() == {"answer", "tests", "long"}, "the question is the prompt"
+        assert sample["row"]["tests"] == "[1, 2]" and len(sample["row"]["long"]) < 600

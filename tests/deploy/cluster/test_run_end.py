@@ -11,6 +11,7 @@ from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, ProcessFailed, RunDirInUse
 from deploy.cluster.run_end import (
     describe_end,
+    describe_finished,
     describe_saved,
     evaluation_lines,
     explain_end_of_run,
@@ -131,3 +132,25 @@ def test_the_end_tells_of_iterations_that_took_no_step(tmp_path: Path, skipped: 
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in [*records, {}, 3]))
     found = describe_end(config(tmp_path))
     assert (said in found) if said else ("no step" not in found)
+
+
+def test_epochs_are_as_many_iterations_as_the_trainer_wrote_of_just_them(tmp_path: Path) -> None:
+    of_epochs = config(tmp_path, train={"epochs": 3})
+    checkpoint(tmp_path, "iteration-000009")
+    (tmp_path / "model").mkdir()
+    assert not is_finished(of_epochs), "nobody has counted the rows"
+    assert "9 of its iterations" in describe_saved(of_epochs, COMMAND)
+    for text in (
+        "no object",
+        "[]",
+        '{"train": 3}',
+        '{"train": {"epochs": 3}}',
+        '{"train": {"epochs": 2, "iterations": 9}}',
+    ):
+        (tmp_path / "config.json").write_text(text)
+        assert not is_finished(of_epochs), text
+    (tmp_path / "config.json").write_text('{"train": {"epochs": 3.0, "iterations": 9}}')
+    assert is_finished(of_epochs) and not is_finished(config(tmp_path, train={"epochs": 4}))
+    assert "9 of 9 iterations" in describe_saved(of_epochs, COMMAND)
+    said = describe_finished(of_epochs)
+    assert "all 9 iterations, train.epochs = 3 are trained" in said and "--train.epochs 6 would train as many" in said

@@ -418,9 +418,10 @@ def test_a_reward_that_cannot_score_is_named_with_its_lines(
 def test_rows_that_a_run_would_leave_out_are_warnings(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": letter, "answer": letter} for letter in ("a", "b", "c", "d", "e " * 100)]
     (workplace / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["run.toml"]) == 0
+    assert main(["run.toml", "--train.iterations", "null", "--train.epochs", "3"]) == 0
     shown = capsys.readouterr().out
     assert "1 of 5 prompts have more than prompts.max_prompt_tokens = 64" in shown
+    assert "\ntrain.epochs = 3 of 4 prompts, 4 a batch: 3 iterations\n" in shown
 
 
 @pytest.mark.distributed

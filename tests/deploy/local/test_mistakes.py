@@ -59,7 +59,7 @@ MISTAKES = {
     "config is no text": Mistake(files={"run.toml": "\udcff"}, says=("'run.toml' is not valid TOML",)),
     "missing section": Mistake(
         files={"run.toml": CONFIG.replace("[train]\niterations = 3", "")},
-        says=("missing section [train]: set train.iterations",),
+        says=("train.iterations and train.epochs are both missing: set one of them",),
     ),
     "missing key": Mistake(
         files={"run.toml": CONFIG.replace('path = "model"', "")},

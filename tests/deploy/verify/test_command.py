@@ -63,6 +63,9 @@ def test_every_stage_is_short_repeatable_and_free_of_what_is_beside_training(run
     assert as_run.publish.canary == "first" and not as_run.evaluation.sets
     of_one = load_config(run.config, common_overrides(config, words, tmp_path, 1, 1))
     assert of_one.algorithm.critic.critic_iterations_alone == 0
+    words = ("--train.iterations=null", "--train.epochs=2")
+    of_epochs = load_config(run.config, common_overrides(load_config(run.config, words), words, tmp_path, 3, 2))
+    assert of_epochs.train.iterations == 3
 
 
 @pytest.mark.parametrize(

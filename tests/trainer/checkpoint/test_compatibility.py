@@ -48,6 +48,7 @@ def go_on(now: Config, now_contents: Contents | None = None, saved: Contents | N
         {"optimizer": {"learning_rate": 1e-5, "warmup_iterations": 4}},
         {"reward": {"name": "math", "timeout_s": 9, "max_concurrency": 2, "max_attempts": 5}},
         {"train": {"iterations": 9}},
+        {"train": {"iterations": None, "epochs": 2}},
         {"trainer": {"tensor_parallel": 2}},
         {"pool": {"timeout_s": 9}},
     ],

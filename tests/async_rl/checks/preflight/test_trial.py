@@ -146,3 +146,27 @@ def test_of_many_rows_the_first_and_a_sample_are_measured(workplace: Path, monke
     assert not trial.errors
     (said,) = trial.warnings
     assert "2 of 16 prompts have more than" in said and said.endswith("rows 3, 15; they are left out")
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "prompts", "said"),
+    [
+        (6, {}, "train.epochs = 2 of 6 prompts, 4 a batch: 3 iterations"),
+        (9, {"held_out": 2, "reserve": 1}, "train.epochs = 2 of 7 prompts, 5 a batch: 3 iterations"),
+        (9, {"held_out": 0.1, "deduplicate": True}, "train.epochs = 2 of about 8 prompts, 4 a batch: 4 iterations"),
+        (12, {}, "train.epochs = 2: the start reads all rows, and makes a number of iterations of it"),
+    ],
+)
+def test_epochs_are_counted_where_the_rows_are_known(
+    num_rows: int, prompts: dict[str, object], said: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_rl.rollouts.data.table_files.ALL_MEASURED", 10)
+    train: dict[str, object] = {"iterations": None, "epochs": 2}
+    trial = try_out(config(rows=lines(*[ROW] * num_rows), prompts=prompts, train=train))
+    assert (trial.errors, trial.notes) == ([], [said])
+
+
+def test_epochs_in_which_the_critic_is_always_alone_are_an_error(workplace: Path) -> None:
+    sections: dict[str, dict[str, object]] = {"algorithm": {"name": "ppo", "options": {"critic_iterations_alone": 3}}}
+    (said,) = try_out(config(train={"iterations": None, "epochs": 2}, **sections)).errors
+    assert "the policy would never learn" in said
