@@ -95,7 +95,8 @@ def receive_bare(port: int, rank: int, world_size: int, num_bytes: int, bucket_b
 
 def broadcast(group: WeightGroup, buffer: torch.Tensor, bucket_bytes: int) -> None:
     """Broadcasts bucket by bucket from rank 0, then waits for every rank."""
-    gloo: Any = group._collectives._group
+    collectives: Any = group._collectives
+    gloo = collectives._group
     for bucket in buffer.split(bucket_bytes):
         gloo.broadcast([bucket], dist.BroadcastOptions()).wait()
     gloo.barrier(dist.BarrierOptions()).wait()
