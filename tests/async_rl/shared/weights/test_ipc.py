@@ -10,6 +10,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from typing import Any
 import pytest
 import torch
 
+from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
 from async_rl.shared.weights import ipc
 from async_rl.shared.weights.collectives import TimedOut
-from async_rl.shared.weights.ipc import FILE_NAME, RECORD, DeviceMemory, HandOver, Record
+from async_rl.shared.weights.ipc import FILE_NAME, RECORD, DeviceMemory, HandOver, Record, ipc_backend
+from async_rl.shared.weights.sender import WeightSender, WeightSource
 from async_rl.shared.weights.store import RendezvousStore, StoreServer, join_rendezvous
 from async_rl.shared.weights.stream import TensorSpec, WeightGroup
 from tests.support import stream_receiver
@@ -320,6 +323,14 @@ def test_an_npu_is_known_by_the_number_that_made_it_visible(monkeypatch: pytest.
     assert [name_of(types.SimpleNamespace(type="npu", index=i)) for i in (0, 1)] == ["4", "6"]
     monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
     assert name_of(types.SimpleNamespace(type="npu", index=1)) == "1"
+
+
+def test_a_sender_invites_to_it_between_its_own_kind_of_devices() -> None:
+    assert [ipc_backend(backend) for backend in ("gloo", "nccl", "hccl")] == ["cpu_ipc", "cuda_ipc", "npu_ipc"]
+    source = WeightSource([spec for spec, _ in make_tensors()], lambda: iter(make_tensors()))
+    with closing(WeightSender(source, PublishSection(transport="ipc"), "run")) as sender:
+        (info,) = sender.form([HOST], [1]).infos
+    assert info["backend"] == "cpu_ipc" and info["bucket_bytes"] == 64 * 2**20
 
 
 # Weight groups between processes
