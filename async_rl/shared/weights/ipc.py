@@ -223,8 +223,8 @@ def _mapped_file(file: int, num_bytes: int) -> torch.Tensor:
 
 @cache
 def _exported(device: torch.device, num_bytes: int) -> tuple[torch.Tensor, DeviceMemory]:
-    """The buffers of this process on a device, for all its groups, one after the other: torch never frees memory that it
-    has exported to a process which was killed."""
+    """The buffers of this process on a device, for all its groups, one after the other: torch never frees what it has
+    exported to a process which was killed."""
     buffers = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     _, *fields = getattr(buffers.untyped_storage(), f"_share_{device.type}_")()
     given: dict[str, Any] = {"kind": device.type, "device": _name_of(device)}
