@@ -75,9 +75,7 @@ def plan(
         )
     _require_engine_for_device(config)
     shares, trainer_share = share_out(config, machine)
-    # An instance opens the weights on the main rank's device, and computes on its own ones, which come first.
-    also_seen = trainer_share.devices[:1] if config.publish.transport == "ipc" else ()
-    instances, urls = _instances(config, shares, ports, also_seen, asleep=config.run.placement == "turns")
+    instances, urls = _instances(config, shares, ports, asleep=config.run.placement == "turns")
     trainer = _trainer(config_path, config, overrides, urls, trainer_share, program)
     return Plan(instances, trainer, urls, config.pool.fleet_host, config.pool.fleet_port)
 
@@ -91,7 +89,7 @@ def plan_instances(
         ConfigError: the machine lacks the requested resources.
     """
     _require_engine_for_device(config)
-    return _instances(config, share_out(config, machine, with_trainer=False)[0], ports, (), asleep=False)
+    return _instances(config, share_out(config, machine, with_trainer=False)[0], ports, asleep=False)
 
 
 def describe(plan: Plan) -> str:
@@ -127,19 +125,17 @@ def _require_engine_for_device(config: Config) -> None:
 
 
 def _instances(
-    config: Config, shares: Sequence[Share], ports: Sequence[int], also_seen: tuple[str, ...], *, asleep: bool
+    config: Config, shares: Sequence[Share], ports: Sequence[int], *, asleep: bool
 ) -> tuple[tuple[Process, ...], tuple[str, ...]]:
     assert len(ports) == len(shares), f"{len(ports)} ports for {len(shares)} instances"
     processes = tuple(
-        _instance(config, i, port, share, also_seen, asleep=asleep)
+        _instance(config, i, port, share, asleep=asleep)
         for i, (port, share) in enumerate(zip(ports, shares, strict=True))
     )
     return processes, tuple(f"http://{HOST}:{port}" for port in ports)
 
 
-def _instance(
-    config: Config, index: int, port: int, share: Share, also_seen: tuple[str, ...], *, asleep: bool
-) -> Process:
+def _instance(config: Config, index: int, port: int, share: Share, *, asleep: bool) -> Process:
     name = f"instance-{index}"
     options: dict[str, object] = {
         "--engine": config.inference.engine,
@@ -162,7 +158,7 @@ def _instance(
         argv.append("--asleep")
     if config.inference.engine_options:
         argv += ["--", *config.inference.engine_options]
-    return _process(config, name, "instance", argv, share, also_seen)
+    return _process(config, name, "instance", argv, share)
 
 
 def _trainer(
@@ -188,12 +184,7 @@ def _trainer(
 
 
 def _process(
-    config: Config,
-    name: str,
-    role: Literal["instance", "trainer"],
-    argv: Sequence[str],
-    share: Share,
-    also_seen: tuple[str, ...] = (),
+    config: Config, name: str, role: Literal["instance", "trainer"], argv: Sequence[str], share: Share
 ) -> Process:
     env = {
         "OMP_NUM_THREADS": str(share.threads),
@@ -203,5 +194,5 @@ def _process(
         "PYTHONSAFEPATH": "1",
     }
     if share.devices:
-        env[VISIBLE[config.trainer.device]] = ",".join(dict.fromkeys(share.devices + also_seen))
+        env[VISIBLE[config.trainer.device]] = ",".join(dict.fromkeys(share.devices + share.seen))
     return Process(name, role, tuple(argv), log_path(config.run.dir, name), share.cores, env, share.devices)
