@@ -415,4 +415,5 @@ def test_a_stopped_receiver_costs_one_timeout_however_many_messages_are_left(
     begun = time.monotonic()
     with pytest.raises(PublishError, match="rank 1 did not copy piece"):
         some.group.send(endless(), some.bucket_bytes)
-    assert 3.0 <= time.monotonic() - begun < 6.0
+    # Eight messages are under way at most.
+    assert 3.0 <= time.monotonic() - begun < 12.0
