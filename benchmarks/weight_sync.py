@@ -10,7 +10,9 @@ two instances:
 - `publish_s`: median seconds of a publish, from pause to the version read back;
 - `bare_s`: median seconds of the bare broadcast, until every receiver has confirmed that it has all bytes;
 - `gb_per_s`: bytes of the model / `publish_s`, to each instance;
-- `ratio`: median over repeats of bare / publish; 1 would mean that a publish costs no more than its broadcast.
+- `ratio`: median over repeats of bare / publish; 1 would mean that a publish costs no more than its broadcast;
+- `broadcast_s_per_gb`, `snapshot_s_per_gb`, `ipc_s_per_gb`: median seconds of a publish / bytes of the model, by
+  `publish.transport`, alternately; snapshots are in /dev/shm.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -67,6 +69,7 @@ TIMEOUT_S = 60.0
 HOST = "127.0.0.1"
 SECRET = "of this benchmark"
 NUM_INSTANCES = (1, 2)
+TRANSPORTS: tuple[Literal["broadcast", "snapshot", "ipc"], ...] = ("broadcast", "snapshot", "ipc")
 
 Say = Callable[[str], None]
 Stream = list[tuple[TensorSpec, torch.Tensor]]
@@ -95,7 +98,8 @@ def receive_bare(port: int, rank: int, world_size: int, num_bytes: int, bucket_b
 
 def broadcast(group: WeightGroup, buffer: torch.Tensor, bucket_bytes: int) -> None:
     """Broadcasts bucket by bucket from rank 0, then waits for every rank."""
-    gloo: Any = group._collectives._group
+    collectives: Any = group._collectives
+    gloo = collectives._group
     for bucket in buffer.split(bucket_bytes):
         gloo.broadcast([bucket], dist.BroadcastOptions()).wait()
     gloo.barrier(dist.BarrierOptions()).wait()
@@ -131,21 +135,42 @@ class BareBroadcast:
             process.join()
 
 
+def open_publisher(closing: ExitStack, urls: Sequence[str], stream: Stream, config: PublishSection) -> Publisher:
+    """To the instances at `urls`, as they are now."""
+    loop = EventLoopThread()
+    closing.callback(loop.close)
+    pool = InferencePool(PoolSection(instances=tuple(urls)))
+    closing.callback(lambda: loop.run(pool.close()))
+    loop.run(pool.wait_until_ready())
+    sender = WeightSender(WeightSource([spec for spec, _ in stream], lambda: iter(stream)), config, "benchmark")
+    closing.callback(sender.close)
+    return Publisher(pool, loop, config, sender, wait_s=TIMEOUT_S)
+
+
+def compare_transports(url: str, stream: Stream, repeats: int, say: Say) -> dict[str, float]:
+    """Publishes to the instance at `url` by each transport in turn, each time in a group formed anew."""
+    num_gb = sum(spec.num_bytes for spec, _ in stream) / 1e9
+    seconds: dict[str, list[float]] = {name: [] for name in TRANSPORTS}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        for number in range(repeats):
+            for name in TRANSPORTS:
+                with ExitStack() as closing:
+                    snapshot_dir = Path(folder) if name == "snapshot" else None
+                    config = PublishSection(timeout_s=TIMEOUT_S, transport=name, snapshot_dir=snapshot_dir)
+                    publisher = open_publisher(closing, [url], stream, config)
+                    # The first one forms the group, or writes into new memory.
+                    publisher.publish(f"{name}-{number}-first")
+                    seconds[name].append(publisher.publish(f"{name}-{number}").seconds / num_gb)
+                say(f"{name}: {seconds[name][-1]:.3f} s per GB")
+    return {f"{name}_s_per_gb": statistics.median(values) for name, values in seconds.items()}
+
+
 def measure(urls: Sequence[str], stream: Stream, repeats: int, say: Say) -> dict[str, float]:
     """Publishes to the instances at `urls` and broadcasts to as many bare processes, alternately."""
-    specs = [spec for spec, _ in stream]
-    num_bytes = sum(spec.num_bytes for spec in specs)
-    config = PublishSection(timeout_s=TIMEOUT_S)
+    num_bytes = sum(spec.num_bytes for spec, _ in stream)
     publishes, bares = [], []
     with ExitStack() as closing:
-        loop = EventLoopThread()
-        closing.callback(loop.close)
-        pool = InferencePool(PoolSection(instances=tuple(urls)))
-        closing.callback(lambda: loop.run(pool.close()))
-        loop.run(pool.wait_until_ready())
-        sender = WeightSender(WeightSource(specs, lambda: iter(stream)), config, "benchmark")
-        closing.callback(sender.close)
-        publisher = Publisher(pool, loop, config, sender, wait_s=TIMEOUT_S)
+        publisher = open_publisher(closing, urls, stream, PublishSection(timeout_s=TIMEOUT_S))
         bare = BareBroadcast(len(urls), num_bytes, BUCKET_BYTES)
         closing.callback(bare.close)
         # The first one of each also forms its group and touches its memory for the first time.
@@ -177,7 +202,7 @@ def run(repeats: int, size: str, say: Say) -> dict[str, float]:
             suffix = "" if number == 1 else f"_{number}"
             figures = measure(urls[:number], stream, repeats, say)
             answer |= {f"{key}{suffix}": round(value, 4) for key, value in figures.items()}
-        return answer
+        return answer | {k: round(v, 4) for k, v in compare_transports(urls[0], stream, repeats, say).items()}
 
 
 def main() -> None:

@@ -37,8 +37,10 @@ class PublishSection(Section):
     master_address: str | None = Field(
         None, description="this trainer's own address as the instances reach it; by default the one that routes to them"
     )
-    transport: Literal["broadcast", "snapshot"] = Field(
-        "broadcast", description="a torch.distributed broadcast, or a file that the instances read"
+    transport: Literal["broadcast", "snapshot", "ipc"] = Field(
+        "broadcast",
+        description="a torch.distributed broadcast, a file that the instances read, or, where both pools share devices "
+        "(run.placement), memory of the trainer's device that the instances map",
     )
     snapshot_dir: Path | None = Field(
         None,

@@ -161,12 +161,29 @@ class Config(Section):
         return {"train": {}} | tree if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
-    def _shared_devices_have_a_snapshot(self) -> "Config":
-        if self.run.placement != "separate" and self.publish.transport != "snapshot":
+    def _weights_have_a_way_between_the_devices(self) -> "Config":
+        placement, transport = self.run.placement, self.publish.transport
+        found = f"run.placement is {placement!r}, but publish.transport is {transport!r}, and "
+        snapshot = (
+            "set publish.transport to 'snapshot', and publish.snapshot_dir to a directory in memory, such as "
+            "/dev/shm/weights"
+        )
+        if placement == "separate" and transport == "ipc":
             raise ValueError(
-                f"run.placement is {self.run.placement!r}, but publish.transport is {self.publish.transport!r}, and "
-                "nccl and hccl refuse a group with two ranks on one device: set publish.transport to 'snapshot', and "
-                "publish.snapshot_dir to a directory in memory, such as /dev/shm/weights"
+                f"{found}an instance with devices of its own does not see the trainer's: set publish.transport to "
+                "'broadcast', or run.placement to 'shared'"
+            )
+        if placement == "turns" and transport == "ipc":
+            raise ValueError(
+                f"{found}the trainer's weights wait on the host while instances have the devices: {snapshot}"
+            )
+        if placement != "separate" and transport == "broadcast":
+            or_ipc = ", or publish.transport to 'ipc'" if placement == "shared" else ""
+            raise ValueError(f"{found}nccl and hccl refuse a group with two ranks on one device: {snapshot}{or_ipc}")
+        if transport == "ipc" and self.cluster.training_nodes > 1:
+            raise ValueError(
+                f"publish.transport is 'ipc', but cluster.training_nodes is {self.cluster.training_nodes}, and memory "
+                "of a device is mapped on its own host only: set publish.transport to 'snapshot'"
             )
         return self
 

@@ -1,7 +1,7 @@
 """Shares a machine among the processes of a run: pure arithmetic on cores and devices; for `deploy.local.plan`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from async_rl.config.sections import Config
@@ -19,6 +19,8 @@ class Share:
     cores: tuple[int, ...]
     threads: int
     devices: tuple[str, ...]
+    seen: tuple[str, ...] = ()
+    """Devices on which it computes nothing, but maps the trainer's weights; visible after its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,12 @@ def share_out(config: Config, machine: Machine, *, with_trainer: bool = True) ->
         Share(its_cores, _threads(claim, its_cores), its_devices)
         for claim, its_cores, its_devices in zip(claims, cores, devices, strict=True)
     ]
-    return (shares[:-1], shares[-1]) if with_trainer else (shares, Share((), 1, ()))
+    if not with_trainer:
+        return shares, Share((), 1, ())
+    *instances, trainer = shares
+    if config.publish.transport == "ipc":
+        instances = [replace(share, seen=trainer.devices[:1]) for share in instances]
+    return instances, trainer
 
 
 def share_cores(cores: Sequence[int], claims: Sequence[Claim], *, spare: bool) -> list[tuple[int, ...]]:

@@ -194,5 +194,5 @@ def _process(
         "PYTHONSAFEPATH": "1",
     }
     if share.devices:
-        env[VISIBLE[config.trainer.device]] = ",".join(share.devices)
+        env[VISIBLE[config.trainer.device]] = ",".join(dict.fromkeys(share.devices + share.seen))
     return Process(name, role, tuple(argv), log_path(config.run.dir, name), share.cores, env, share.devices)

@@ -33,12 +33,14 @@ def make_tensors() -> list[tuple[TensorSpec, torch.Tensor]]:
     ]
 
 
-def receive(port: int, rank: int, world_size: int, bucket_bytes: int, timeout_s: float, pipe: Connection) -> None:
+def receive(
+    port: int, rank: int, world_size: int, bucket_bytes: int, timeout_s: float, backend: str, pipe: Connection
+) -> None:
     """A worker: receives one update and answers whether every byte is right, and its fingerprint.
 
     An even rank receives into places of its own, for all but one tensor, of which one is not contiguous.
     """
-    group = WeightGroup(join_rendezvous(HOST, port, SECRET, timeout_s), rank, world_size, "gloo", timeout_s)
+    group = WeightGroup(join_rendezvous(HOST, port, SECRET, timeout_s), rank, world_size, backend, timeout_s)
     command = pipe.recv()
     if command == "die":
         return
@@ -58,6 +60,6 @@ def receive(port: int, rank: int, world_size: int, bucket_bytes: int, timeout_s:
 
 
 if __name__ == "__main__":
-    address, port, rank, world_size, bucket_bytes, timeout_s = sys.argv[1:]
+    address, port, rank, world_size, bucket_bytes, timeout_s, backend = [*sys.argv[1:], "gloo"][:7]
     with Client(address, authkey=KEY) as pipe:
-        receive(int(port), int(rank), int(world_size), int(bucket_bytes), float(timeout_s), pipe)
+        receive(int(port), int(rank), int(world_size), int(bucket_bytes), float(timeout_s), backend, pipe)

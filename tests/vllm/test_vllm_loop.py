@@ -69,6 +69,17 @@ def test_vllm_sleeps_while_the_trainer_trains(run: Run, vllm_python: str) -> Non
         assert max(group["finished_s"] for group in own) <= min(group["train_started_s"] for group in own)
 
 
+def test_vllm_maps_the_weights_of_a_trainer_on_its_own_devices(run: Run, vllm_python: str) -> None:
+    run.start(
+        *("--inference.engine", "vllm", "--inference.python", vllm_python),
+        *("--run.placement", "shared", "--publish.transport", "ipc"),
+        *("--prompts.max_prompt_tokens", str(PROMPT_TOKENS), "--prompts.prompts_per_batch", str(NUM_PROMPTS)),
+        *("--rollout.responses_per_prompt", str(NUM_RESPONSES)),
+    )
+    assert run.finish(FINISH_TIMEOUT_S) == 0, run.everything_said()
+    require_proofs(run)
+
+
 FAMILIES = {
     "qwen3_moe": {"moe_intermediate_size": 64},
     "qwen2": {"hidden_size": 128},

@@ -124,7 +124,7 @@ class InitInfo(StrictBody):
     secret: str = Field(min_length=32, max_length=1024, repr=False)
     rank_offset: int = Field(ge=1)
     world_size: int = Field(ge=2)
-    backend: Literal["gloo", "nccl", "hccl"] = "gloo"
+    backend: Literal["gloo", "nccl", "hccl", "cpu_ipc", "cuda_ipc", "npu_ipc"] = "gloo"
     bucket_bytes: int = Field(ge=1)
     timeout_s: float = Field(gt=0, le=86_400)
 

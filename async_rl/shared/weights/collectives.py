@@ -38,7 +38,7 @@ ENDED = "the rendezvous of the weight group was ended by its host"
 NATIVE_TIMEOUTS = 3
 """The timeouts of nccl and hccl, whose watchdogs end the process, are this many times ours."""
 
-DEVICES = {"gloo": "cpu", "nccl": "cuda", "hccl": "npu"}
+DEVICES = {"gloo": "cpu", "nccl": "cuda", "hccl": "npu", "cpu_ipc": "cpu", "cuda_ipc": "cuda", "npu_ipc": "npu"}
 
 
 class TimedOut(RuntimeError):

@@ -7,6 +7,7 @@ from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
 from async_rl.shared.net.local_address import address_towards
 from async_rl.shared.protocol.sender import Forming, Invitations, Score, SenderFacts, Sent
+from async_rl.shared.weights.ipc import ipc_backend
 from async_rl.shared.weights.nccl_version import UNKNOWN, nccl_version
 from async_rl.shared.weights.rendezvous import Rendezvous, sender_address
 from async_rl.shared.weights.snapshot_store import SnapshotStore
@@ -50,10 +51,10 @@ class WeightSender:
         """
         self._source = source
         self._config = config
-        self._backend = backend
+        self._backend = ipc_backend(backend) if config.transport == "ipc" else backend
         self._snapshots = None if config.snapshot_dir is None else SnapshotStore(config.snapshot_dir, run_id)
         self._rendezvous: Rendezvous | None = None
-        version = nccl_version() if backend == "nccl" else UNKNOWN
+        version = nccl_version() if self._backend == "nccl" else UNKNOWN
         self._facts = SenderFacts(
             names=[spec.name for spec in source.specs],
             dtype_names=[spec.dtype_name for spec in source.specs],

@@ -151,6 +151,10 @@ class RendezvousStore(Store):
     def num_keys(self) -> int:
         return int(self._ask({"op": "count"}))
 
+    def set_at_end(self, key: str) -> None:
+        """Has the host set `key` when this member's connection ends, as it does when its process is killed."""
+        self._ask({"op": "set_at_end", "key": key})
+
     def clone(self) -> "RendezvousStore":
         """Itself: any thread may use it."""
         return self
@@ -239,13 +243,22 @@ class StoreServer:
                     self._members.discard(connection)
 
     def _answer_all(self, connection: socket.socket) -> None:
-        while not self._is_closed:
-            request = receive_frame(connection, None)
-            try:
-                answer = {"answer": self._values.answer(request)}
-            except PublishError as error:
-                answer = {"error": str(error)}
-            send_frame(connection, answer)
+        keys_at_end: list[str] = []
+        try:
+            while not self._is_closed:
+                request = receive_frame(connection, None)
+                try:
+                    if request["op"] == "set_at_end":
+                        keys_at_end.append(request["key"])
+                        answer: Request = {"answer": None}
+                    else:
+                        answer = {"answer": self._values.answer(request)}
+                except PublishError as error:
+                    answer = {"error": str(error)}
+                send_frame(connection, answer)
+        finally:
+            for key in keys_at_end:
+                self._values.answer({"op": "set", "key": key, "value": ""})
 
 
 def join_rendezvous(address: str, port: int, secret: str, timeout_s: float) -> RendezvousStore:

@@ -1,7 +1,8 @@
 """The weight transport, both ends of it: a group of one sender and all receivers, buckets, and the fingerprint.
 
 The trainer's first rank is rank 0 and the only source; every worker of every inference instance is one more rank.
-Tensors are sent in a given order by `torch.distributed` broadcast (gloo, nccl or hccl): with gloo large ones alone,
+Tensors are sent in a given order by `torch.distributed` broadcast (gloo, nccl or hccl) or from device to device of one
+host (`ipc.py`): on a CPU large ones alone,
 directly between their own memory, small ones packed into buckets; between devices all are packed. One message is hashed
 while another is sent, on the host for gloo, on the device for nccl and hccl. Before each update every receiver
 announces through the group's store that it accepted the list of tensors, and waits there; the sender broadcasts only
@@ -23,7 +24,8 @@ import torch
 import xxhash
 
 from async_rl.errors import ConfigError, PublishError
-from async_rl.shared.weights.collectives import NUM_IN_FLIGHT, current_device, open_collectives
+from async_rl.shared.weights.collectives import NUM_IN_FLIGHT, Collectives, current_device, open_collectives
+from async_rl.shared.weights.ipc import HandOver
 from async_rl.shared.weights.store import RendezvousStore
 from async_rl.shared.weights.store_wire import NotInvited
 
@@ -71,7 +73,7 @@ MakeStream = Callable[[], Stream]
 
 def bucket_bytes_of(backend: str) -> int:
     """Of each broadcast in a group of this backend."""
-    return BUCKET_BYTES if backend == "gloo" else DEVICE_BUCKET_BYTES
+    return DEVICE_BUCKET_BYTES if backend in ("nccl", "hccl") else BUCKET_BYTES
 
 
 class Fingerprint:
@@ -248,7 +250,11 @@ class WeightGroup:
             # Before gloo, whose waits cannot be ended: it should find everybody there.
             store.wait([_presence(other) for other in range(world_size)])
             chosen = device or current_device(backend)
-            self._collectives = open_collectives(store, rank, world_size, backend, timeout_s, chosen)
+            self._collectives: Collectives | HandOver = (
+                HandOver(store, rank, world_size, timeout_s, chosen)
+                if backend.endswith("_ipc")
+                else open_collectives(store, rank, world_size, backend, timeout_s, chosen)
+            )
         except (RuntimeError, PublishError) as error:
             store.close()
             kind = NotInvited if isinstance(error, NotInvited) else PublishError
@@ -361,7 +367,7 @@ class WeightGroup:
     def _start(self, data: torch.Tensor, specs: list[TensorSpec]) -> _Message:
         try:
             return _Message(self._collectives.broadcast(data), data, specs)
-        except RuntimeError as error:
+        except (RuntimeError, PublishError) as error:
             raise PublishError(f"the weight broadcast broke: {error}") from error
 
     def _wait(self, message: _Message) -> None:

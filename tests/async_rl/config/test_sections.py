@@ -182,3 +182,25 @@ def test_a_switch_that_is_off_keeps_its_settings(config_file: Path) -> None:
     load_config(config_file, [*off, "--evaluation.every=5", "--checkpoint.keep=1", "--algorithm.importance_high=3"])
     config_file.write_text(MINIMAL.replace('[reward]\nname = "math"\n', ""))
     load_config(config_file, ["--reward.timeout_s=120", "--rollout.program=python:x.py:play"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([], r"run\.placement is 'separate'.*set publish\.transport to 'broadcast', or run\.placement to 'shared'"),
+        (
+            ["--run.placement=turns"],
+            r"run\.placement is 'turns'.*wait on the host.*set publish\.transport to 'snapshot'",
+        ),
+        (
+            ["--run.placement=shared", "--cluster.training_nodes=2", "--trainer.num_processes=2"],
+            r"cluster\.training_nodes is 2.*on its own host only: set publish\.transport to 'snapshot'",
+        ),
+    ],
+)
+def test_memory_is_mapped_only_where_pools_share_the_devices_of_one_host(
+    config_file: Path, settings: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(config_file, ["--publish.transport=ipc", *settings])
+    assert load_config(config_file, ["--publish.transport=ipc", "--run.placement=shared"]).publish.transport == "ipc"

@@ -110,10 +110,12 @@ def test_pools_that_share_get_the_same_devices_each_with_its_own_apart(num_devic
         assert sum((share.devices for share in of_instances), ()) == machine.devices[: instances * workers]
 
 
-def test_sharing_needs_weights_in_a_snapshot() -> None:
+def test_sharing_needs_weights_in_a_snapshot_or_in_mapped_memory() -> None:
     tree = {**TREE, "run": {"dir": "runs/one", "placement": "shared"}}
     with pytest.raises(ConfigError, match=r"run\.placement is 'shared', but publish\.transport is 'broadcast'"):
         parse_config(tree, source="test")
+    tree["publish"] = {"transport": "ipc"}
+    assert parse_config(tree, source="test").publish.snapshot_dir is None
 
 
 def test_no_device_at_all_asks_for_the_driver() -> None:

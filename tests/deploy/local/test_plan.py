@@ -143,3 +143,22 @@ def test_torchrun_leaves_its_folders_in_the_run_and_not_in_tmp() -> None:
 def test_instances_elsewhere_are_not_mixed_with_those_of_this_launcher(pool: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"pool\.instances is .* and pool\.dns is .* remove the keys"):
         plan(Path("c.toml"), make_config(pool=pool), [], machine=Machine(), ports=[8001, 8002])
+
+
+@pytest.mark.parametrize(
+    ("device", "variable"), [("cuda", "CUDA_VISIBLE_DEVICES"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")]
+)
+def test_instances_see_the_main_ranks_device_last_where_they_map_its_memory(device: str, variable: str) -> None:
+    def visible(**publish: str) -> list[str]:
+        config = make_config(
+            run={"dir": "runs/one", "placement": "shared"},
+            publish=publish,
+            trainer={"device": device, "num_processes": 4},
+            inference={"engine": "vllm", "num_instances": 2, "tensor_parallel": 2},
+        )
+        made = plan(Path("c.toml"), config, [], machine=Machine((), ("4", "5", "6", "7")), ports=[8001, 8002])
+        assert [process.devices for process in made.instances] == [("4", "5"), ("6", "7")]
+        return [process.env[variable] for process in (*made.instances, made.trainer)]
+
+    assert visible(transport="ipc") == ["4,5", "6,7,4", "4,5,6,7"]
+    assert visible(transport="snapshot", snapshot_dir="/dev/shm/w") == ["4,5", "6,7", "4,5,6,7"]

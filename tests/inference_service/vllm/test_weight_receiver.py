@@ -69,7 +69,8 @@ def update_of(stream: Sequence[tuple[TensorSpec, torch.Tensor]]) -> UpdateInfo:
 class Sender:
     """Rank 0 of a group with `num_workers` others, whose end runs in a thread as a trainer's would."""
 
-    def __init__(self, num_workers: int = 1) -> None:
+    def __init__(self, num_workers: int = 1, backend: str = "gloo") -> None:
+        self._backend = backend
         self._server = StoreServer("127.0.0.1", SECRET)
         self.init_info = {
             "master_address": "127.0.0.1",
@@ -77,6 +78,7 @@ class Sender:
             "secret": SECRET,
             "rank_offset": 1,
             "world_size": num_workers + 1,
+            "backend": backend,
             "bucket_bytes": BUCKET_BYTES,
             "timeout_s": TIMEOUT_S,
         }
@@ -85,7 +87,7 @@ class Sender:
 
     def send(self, stream: Sequence[tuple[TensorSpec, torch.Tensor]]) -> threading.Thread:
         def run() -> None:
-            group = WeightGroup(self._server.store(TIMEOUT_S), 0, self._world_size, "gloo", TIMEOUT_S)
+            group = WeightGroup(self._server.store(TIMEOUT_S), 0, self._world_size, self._backend, TIMEOUT_S)
             assert not group.wait_accepted(TIMEOUT_S)
             try:
                 self.fingerprint = group.send(iter(stream), BUCKET_BYTES)
@@ -138,9 +140,12 @@ def test_the_form_of_the_base_class_is_told_by_its_constructor() -> None:
 @pytest.mark.parametrize(
     "make", [old_engine, partial(new_engine, MiddleBase), new_engine], ids=["0.23", "0.26", "0.32"]
 )
-def test_an_engine_of_either_form_hands_every_tensor_to_the_loader_layer_by_layer(make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "cpu_ipc"])
+def test_an_engine_of_either_form_hands_every_tensor_to_the_loader_layer_by_layer(
+    make: Callable[[], Any], backend: str
+) -> None:
     engine, receive = make()
-    sender, stream = Sender(), weights()
+    sender, stream = Sender(backend=backend), weights()
     thread = sender.send(stream)
     engine.init_transfer_engine(engine.init_info_cls(**sender.init_info))
     update = engine.update_info_cls(**update_of(stream).model_dump())

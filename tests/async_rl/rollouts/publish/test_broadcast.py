@@ -67,13 +67,15 @@ class Moves:
             client(member).close()
 
 
-@pytest.fixture(params=[False, True], ids=["in this process", "through a connection"])
+@pytest.fixture(params=["in this process", "through a connection", "through mapped memory"])
 def moves(loop: EventLoopThread, request: pytest.FixtureRequest) -> Iterator[Any]:
     made: list[Moves] = []
 
     def make(*faults: str | None, **settings: Any) -> Moves:
         members = [receiving_member(str(9000 + i), fault) for i, fault in enumerate(faults)]
-        made.append(Moves(loop, members, request.param, **settings))
+        if request.param == "through mapped memory":
+            settings = {"transport": "ipc"} | settings
+        made.append(Moves(loop, members, request.param == "through a connection", **settings))
         return made[-1]
 
     yield make
@@ -129,7 +131,7 @@ def over_nccl(moves: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Move
     monkeypatch.setattr(sender, "Rendezvous", lambda *given: Rendezvous(*given[:-1], "gloo"))
 
     def make(*reports: list[str]) -> Moves:
-        one: Moves = moves(*[None] * len(reports), timeout_s=60.0, backend="nccl")
+        one: Moves = moves(*[None] * len(reports), timeout_s=60.0, backend="nccl", transport="broadcast")
         for member, report in zip(one.members, reports, strict=True):
             client(member).nccl = report
         return one

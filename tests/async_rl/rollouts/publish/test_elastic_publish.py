@@ -118,7 +118,7 @@ def test_a_broadcast_leaves_the_same_weights_in_a_snapshot(
     assert copy.read_bytes() == (tmp_path / "run.run-2.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "snapshot"])
+@pytest.mark.parametrize("transport", ["broadcast", "snapshot", "ipc"])
 def test_a_ready_instance_that_has_stopped_costs_seconds_and_returns_when_it_goes_on(
     start_receivers_once: Callable[..., list[Any]],
     well: list[Any],

@@ -38,10 +38,12 @@ def well(trio: list[Any]) -> list[Any]:
     return trio
 
 
-@pytest.fixture
-def make_publisher(loop: EventLoopThread) -> Iterator[Callable[..., tuple[StreamPublisher, InferencePool]]]:
+@pytest.fixture(params=["broadcast", "ipc"])
+def make_publisher(
+    loop: EventLoopThread, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., tuple[StreamPublisher, InferencePool]]]:
     publishing = Publishing(loop)
-    yield publishing.make
+    yield lambda *instances, **options: publishing.make(*instances, **({"transport": request.param} | options))
     publishing.close()
 
 

@@ -36,6 +36,7 @@ using at::Tensor;
 constexpr auto NPU = c10::DeviceType::PrivateUse1;
 constexpr int MAX_DEVICES = 16;
 constexpr size_t ALIGNMENT = 512;  // sizes of allocations are multiples of it, as in a caching allocator
+constexpr size_t PAGES = 1 << 20;  // blocks of this size on are whole pages, which processes can share
 constexpr int QUERIES_UNTIL_DONE = 3;  // a late event is asked about so often before its work is carried out
 
 // ---- settings, faults and counts ------------------------------------------------------------------------------------
@@ -150,7 +151,16 @@ Block::~Block() {
       note_usage(device);
     } else pinned.erase(static_cast<const char*>(data));
   }
-  c10::free_cpu(data);
+  if (size < PAGES) c10::free_cpu(data);
+  else munmap(data, size);
+}
+
+// Whole pages of this process alone, or of the file at `place`.
+static void* map_pages(size_t size, void* place = nullptr, int file = -1) {
+  int flags = file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED | MAP_FIXED;
+  void* data = mmap(place, size, PROT_READ | PROT_WRITE, flags, file, 0);
+  TORCH_CHECK(data != MAP_FAILED, "cannot map ", size, " bytes");
+  return data;
 }
 
 static void release(void* context) { delete static_cast<BlockPtr*>(context); }
@@ -178,7 +188,7 @@ static c10::DataPtr allocate_block(size_t size, int device) {
     require_device();
     reserve(size);
   }
-  BlockPtr block(new Block(c10::alloc_cpu(size), size, device));
+  BlockPtr block(new Block(size < PAGES ? c10::alloc_cpu(size) : map_pages(size), size, device));
   if (device < 0) {
     std::lock_guard<std::mutex> lock(memory_mutex);
     pinned[static_cast<const char*>(block->data)] = size;
@@ -955,6 +965,15 @@ static Tensor host_view(const Tensor& tensor) {
   return made;
 }
 
+// Makes the memory of a tensor that of the file, which takes its values if it is new.
+static void share(const Tensor& tensor, int file, bool is_new) {
+  host_view(tensor);
+  auto block = block_of(tensor);
+  TORCH_CHECK(block && block->data == tensor.data_ptr() && block->size >= PAGES, "only whole large storages are shared");
+  if (is_new) TORCH_CHECK(ftruncate(file, block->size) == 0 && write(file, block->data, block->size) == ssize_t(block->size));
+  map_pages(block->size, block->data, file);
+}
+
 static Tensor adopt(const Tensor& on_host, int device) {
   auto made = to_device(on_host.detach(), c10::Device(NPU, c10::DeviceIndex(device)));
   mark(here(device), made, false);
@@ -972,5 +991,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forget_peak", forget_peak);
   m.def("host_view", host_view, NoGil());
   m.def("adopt", adopt, NoGil());
+  m.def("share", share, NoGil());
   m.def("hccl", [](c10::intrusive_ptr<Backend> gloo) -> c10::intrusive_ptr<Backend> { return c10::make_intrusive<Hccl>(gloo); });
 }

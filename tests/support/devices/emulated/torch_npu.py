@@ -204,6 +204,31 @@ torch._register_device_module("npu", npu)
 backend_registration.generate_methods_for_privateuse1_backend()
 
 
+# Memory of a device in several processes, with the types of torch_npu/csrc/ipc/StorageSharing.cpp. Each process that
+# has it mapped counts it as its own.
+
+
+def _share_npu_(storage: torch.UntypedStorage) -> tuple[int, bytes, int, int, bytes, int, bytes, bool]:
+    data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    file = os.memfd_create("emulated-npu")
+    native.share(data, file, True)
+    return storage.device.index, f"{os.getpid()}/fd/{file}".encode(), storage.nbytes(), 0, b"/none", 0, bytes(8), False
+
+
+def _new_shared_npu(*given: Any) -> torch.UntypedStorage:
+    assert list(map(type, given)) == [int, bytes, int, int, bytes, int, bytes, bool], given
+    device, handle, num_bytes, *_ = given
+    data = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("npu", device))
+    file = os.open(f"/proc/{handle.decode()}", os.O_RDWR)
+    native.share(data, file, False)
+    os.close(file)
+    return data.untyped_storage()
+
+
+storage_type: Any = torch.UntypedStorage
+storage_type._share_npu_, storage_type._new_shared_npu = _share_npu_, staticmethod(_new_shared_npu)
+
+
 # hccl
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from async_rl.shared.weights.ipc import PIECE_BYTES, HandOver
+from async_rl.shared.weights.store import StoreServer
 from tests.support.devices.emulated.process import on_emulated_npu
 
 # The first one on a machine waits for the compiler.
@@ -307,3 +310,33 @@ def test_wait_returns_at_once_and_an_abort_ends_what_waits_for_a_dead_peer() -> 
         there.tolist()
     with pytest.raises(RuntimeError, match="aborted"):
         made[1].broadcast([there], dist.BroadcastOptions())
+
+
+@on_emulated_npu
+def test_memory_that_is_shared_is_one_memory_in_all_that_map_it() -> None:
+    data = torch.arange(1 << 20, dtype=torch.int32).to("npu:2").view(torch.uint8)
+    storage: Any = torch.UntypedStorage
+    _, *fields = storage._share_npu_(data.untyped_storage())
+    mapped = storage._new_shared_npu(2, *fields)
+    other = torch.empty(0, dtype=torch.uint8, device="npu:2").set_(mapped, 0, (len(data),), (1,))
+    assert torch.equal(other.cpu(), data.cpu()) and data[5 * 4].item() == 5
+    data.fill_(7)
+    assert int(other.min()) == 7 and other.data_ptr() != data.data_ptr()
+    with pytest.raises(RuntimeError, match="only whole large storages"):
+        storage._share_npu_(torch.zeros(8, device="npu").untyped_storage())
+
+
+@on_emulated_npu
+def test_weights_pass_between_two_devices_or_on_one_and_all_copies_are_waited_for() -> None:
+    for index in (0, 1):
+        sent = torch.randint(0, 256, (PIECE_BYTES + 3,), dtype=torch.uint8)
+        store = StoreServer("127.0.0.1", "s" * 32).store(60.0)
+        store.set_at_end = lambda key: None  # type: ignore[method-assign]
+        with ThreadPoolExecutor(1) as threads:
+            sender = threads.submit(HandOver, store, 0, 2, 60.0, torch.device("npu", 0))
+            receiver = HandOver(store, 1, 2, 60.0, torch.device("npu", index))
+            sending = threads.submit(sender.result().broadcast, sent.to("npu:0"))
+            received = torch.zeros_like(sent, device=receiver.device)
+            receiver.broadcast(received)
+            sender.result().wait(sending.result())
+        assert torch.equal(received.cpu(), sent)

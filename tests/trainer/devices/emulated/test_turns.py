@@ -5,8 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.support.devices.emulated.environment import peaks_of_all
+from tests.support.devices.emulated.environment import peaks_of_all, recorded_waits
 from tests.support.same_run import assert_same_run
 from tests.trainer.devices.emulated.conftest import EmulatedRun
 
@@ -28,6 +30,8 @@ class Placed:
         self.run = self.emulated.run
 
     def words(self, placement: str, *further: str) -> list[str]:
+        if placement == "shared":
+            return [*SETTINGS, "--publish.transport=ipc", "--run.placement=shared", *further]
         snapshots = ("--publish.transport=snapshot", f"--publish.snapshot_dir={self.emulated.folder}/snapshots")
         return [*SETTINGS, *snapshots, f"--run.placement={placement}", *further]
 
@@ -57,6 +61,20 @@ def test_it_trains_the_same_bits_as_on_two_devices(placed: Callable[..., Placed]
     in_turns = placed("turns").train("turns")
     assert_same_run(in_turns.run, separate.run)
     assert len(in_turns.peaks()) == 1 and len(separate.peaks()) == 2
+
+
+def test_pools_that_share_a_device_train_the_same_bits_with_weights_from_its_memory(
+    placed: Callable[..., Placed], separate: Placed
+) -> None:
+    shared = placed("shared").train("shared")
+    # The fingerprints of a device and of a file are others.
+    losses, expected = ([row["loss"] for row in each.run.lines("metrics.jsonl")] for each in (shared, separate))
+    assert losses == expected
+    weights, expected_weights = (load_file(each.run.dir / "model/model.safetensors") for each in (shared, separate))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected_weights.items())
+    waits = recorded_waits(shared.emulated.folder, "broadcast")
+    assert waits["synchronize stream"] and not [kind for kind in waits if "copy" in kind and waits[kind]]
+    assert len(shared.peaks()) == 1
 
 
 @pytest.mark.nightly
