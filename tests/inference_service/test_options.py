@@ -32,6 +32,7 @@ def test_a_model_is_all_that_is_needed() -> None:
         max_model_len=None,
         logprobs_mode="processed_logprobs",
         exact=False,
+        asleep=False,
         served_model_name=None,
         register=None,
         advertise=None,
