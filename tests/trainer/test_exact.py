@@ -19,7 +19,6 @@ from async_rl.rollouts.agents.session import Sessions
 from async_rl.rollouts.groups.trajectory import Trajectory
 from async_rl.rollouts.instance.partial_rollout import PartialRollout, request_of
 from async_rl.shared.cpu.exact import ROW_MULTIPLE
-from async_rl.shared.model_shape import FAMILIES
 from async_rl.shared.protocol.inference import SamplingParams
 from benchmarks.common.random_model import save_random_qwen3
 from inference_service.engine.cache_size import plan_cache
@@ -32,6 +31,7 @@ from inference_service.engine.sequences import Sequence as Generated
 from inference_service.engine.step import ModelStep
 from inference_service.engine.transformers_engine import TransformersEngine
 from tests.support.groups import make_group, make_response
+from tests.support.tiny_model import FAMILIES
 from trainer.batching.group_slice import slices_of
 from trainer.batching.packing import pack
 from trainer.batching.shared_prompt import make_micro_batch
