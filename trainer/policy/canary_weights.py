@@ -146,6 +146,9 @@ class CanaryWeights:
                 _flip(parameter, [a ^ b for a, b in flips])
         self._strengths = dict(strengths)
         self._set_head()
+        if not strengths:
+            # All are true again. Read again next time: training changes the weights until then.
+            self._parameters = None
 
     def restore(self) -> None:
         """Restores the true weights wherever an error or a signal left a change; needs no other rank."""

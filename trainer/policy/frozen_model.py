@@ -31,10 +31,10 @@ class FrozenModel:
         return parameters
 
     def copy_from(self, source: SharedPromptGPT) -> None:
-        """Copies the weights of `source`, a model of the same shape and layout."""
+        """Copies the weights of `source`, a model of the same shape and layout, wherever both are."""
         weights = dict(source.named_parameters())
         for name, parameter in self._model.named_parameters():
-            on_host(parameter.data).copy_(weights[name].data)
+            on_host(parameter.data).copy_(on_host(weights[name].data))
 
     def prefetch(self) -> None:
         """Starts copying weights from the host to the device, without waiting."""

@@ -60,7 +60,8 @@ def test_training_in_turns_has_the_same_bits(
     taking_turns(trainers[1])
     found = [views(trainer) for trainer in trainers]
     for _ in range(2):
-        for trainer in trainers:
+        # Twice, as where a producer was lost before the first group.
+        for trainer in trainers * 2:
             trainer.before_publish()
         away = trainers[1]
         assert resident_bytes(away) == 0 and away.turns.is_away
@@ -99,6 +100,22 @@ def test_weights_that_are_changed_meanwhile_stay_changed_until_they_are_restored
         first.data.copy_(true)
     trainer.turns.take()
     assert torch.equal(first, true)
+
+
+def test_a_canary_that_has_ended_leaves_nothing_to_restore_while_the_instances_have_the_device(
+    tiny_model: Callable[..., Path], make_trainer: Callable[..., MegatronTrainer]
+) -> None:
+    trainer = taking_turns(make_trainer(tiny_model("qwen3")))
+    tensors = views(trainer)
+    true = [tensor.clone() for tensor in values(tensors)]
+    trainer.before_publish()
+    weights = trainer.canary_weights
+    for strengths, are_changed in ((dict.fromkeys(weights.classes, 1), True), ({}, False)):
+        with trainer.turns.weights(changes=True):
+            weights.change(strengths)
+        assert weights.are_changed == are_changed
+        assert all(map(torch.equal, values(tensors), true)) != are_changed
+    assert resident_bytes(trainer) == 0
 
 
 def test_a_replica_without_groups_steps_all_the_same(
