@@ -24,7 +24,7 @@ from tests.support.trainer.layout_worker import Job, run
 from tests.support.trainer.layout_worker import make_trainer as make_job_trainer
 from tests.support.trainer.ppo_reference import ExpectedPPO, make_reward_model, ppo_in_transformers
 from tests.trainer.checkpoint.test_checkpoint import assert_same, start, whole_tensors
-from tests.trainer.test_rollouts import of_single_experts
+from tests.trainer.conftest import by_checkpoint_name
 from trainer.batching.packing import pack
 from trainer.checkpoint.compatibility import require_same_run
 from trainer.devices import choose_device
@@ -80,7 +80,7 @@ def save_critic(trainer: MegatronTrainer, like: Path, path: Path) -> None:
 
 
 def assert_gradients(sums: dict[str, torch.Tensor], count: int, expected: dict[str, torch.Tensor]) -> None:
-    of_each, whole = dict(of_single_experts(expected)), norm_of(expected)
+    of_each, whole = dict(by_checkpoint_name(expected)), norm_of(expected)
     assert set(sums) == set(of_each)
     for name, gradient in sums.items():
         difference = float((gradient.double() / count - of_each[name]).norm())
