@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import pickle
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, NonFiniteGradient
 from async_rl.method.types import Group
 from tests.support import ROOT
+from tests.support.trainer.branched_groups import branched_groups
 from tests.support.trainer.checkpoint_worker import Run, run_config
 from tests.support.trainer.layout_comparison import deviation, run_distributed
 from tests.support.trainer.layout_worker import Job, run
@@ -135,7 +137,7 @@ def test_losses_and_gradients_of_both_equal_each_sequence_alone_in_transformers(
     assert stats.grad_norm == pytest.approx(norm_of(expected.policy), rel=1e-5)
     assert stats.num_untrained == 0
     for name, value in expected_metrics(expected).items():
-        assert stats.metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-6, nan_ok=True), name
+        assert stats.metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-5, nan_ok=True), name
 
 
 @pytest.mark.parametrize(("frozen_weights", "micro_batch_tokens"), [("device", 10_000), ("host", 20)])
@@ -145,10 +147,11 @@ def test_a_second_step_of_a_batch_has_the_values_and_log_probs_of_its_start_as_o
     tiny_model: Callable[..., Path],
     reward_model: Callable[..., Path],
     make_trainer: MakeTrainer,
-    rollout_groups: list[Group],
     tmp_path: Path,
 ) -> None:
-    """Both clips bind: they are far below what a step changes, whatever the tokens."""
+    """Both clips bind: they are far below what a step changes. The groups are always the same, as of one draw in ten all
+    values of the last step move away from the returns, where the larger loss is the one without a clip."""
+    rollout_groups = branched_groups(random.Random(1))
     start, head = tiny_model("qwen3", tied=True), reward_model("qwen3", tied=True)
     clips = {"value_clip": 0.001}
     trainer = make_trainer(
@@ -186,7 +189,7 @@ def test_a_second_step_of_a_batch_has_the_values_and_log_probs_of_its_start_as_o
             assert_gradients(sums_of(trainer.critic.value_model), num_tokens, expected.critic)
             metrics = trainer.optimizer_step().metrics
             for name, value in expected_metrics(expected).items():
-                assert metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-6, nan_ok=True), name
+                assert metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-5, nan_ok=True), name
             trainer.save_hf(tmp_path / "policy")
             save_critic(trainer, head, tmp_path / "critic")
         # The clips matter: without them the last gradients would be others.
