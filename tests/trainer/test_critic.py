@@ -149,7 +149,7 @@ def test_a_second_step_of_a_batch_has_the_values_and_log_probs_of_its_start_as_o
     make_trainer: MakeTrainer,
     tmp_path: Path,
 ) -> None:
-    """Both clips bind: they are far below what a step changes. The groups are always the same, as of one draw in ten all
+    """Both clips bind: they are far below what a step changes. The groups are always the same: of one draw in ten all
     values of the last step move away from the returns, where the larger loss is the one without a clip."""
     rollout_groups = branched_groups(random.Random(1))
     start, head = tiny_model("qwen3", tied=True), reward_model("qwen3", tied=True)
