@@ -70,6 +70,7 @@ class Sender:
     """Rank 0 of a group with `num_workers` others, whose end runs in a thread as a trainer's would."""
 
     def __init__(self, num_workers: int = 1, backend: str = "gloo") -> None:
+        self.waits, self.has_received = False, threading.Event()
         self._backend = backend
         self._server = StoreServer("127.0.0.1", SECRET)
         self.init_info = {
@@ -94,6 +95,8 @@ class Sender:
             except PublishError:
                 pass  # A receiver that gave up closed the group.
             finally:
+                # As a publish does, which ends when every instance has answered.
+                self.has_received.wait(TIMEOUT_S if self.waits else 0.0)
                 group.close()
                 self._server.close()
 
@@ -146,10 +149,12 @@ def test_an_engine_of_either_form_hands_every_tensor_to_the_loader_layer_by_laye
 ) -> None:
     engine, receive = make()
     sender, stream = Sender(backend=backend), weights()
+    sender.waits = True
     thread = sender.send(stream)
     engine.init_transfer_engine(engine.init_info_cls(**sender.init_info))
     update = engine.update_info_cls(**update_of(stream).model_dump())
     batches = receive(engine, update)
+    sender.has_received.set()
     thread.join(TIMEOUT_S)
     names = [[name for name, _ in batch] for batch in batches]
     assert names == [["embed"], ["layers.0.a", "layers.0.b"], ["layers.1.a"], ["layers.10.a"], ["norm"]]
