@@ -116,7 +116,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.nightly
+@pytest.mark.layouts
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_and_two_instances_take_turns_on_two_devices(placed: Callable[..., Placed], layout: str) -> None:
     family, *words = LAYOUTS[layout]
@@ -126,7 +126,7 @@ def test_two_ranks_and_two_instances_take_turns_on_two_devices(placed: Callable[
     assert_same_run(runs[0].run, runs[1].run)
 
 
-@pytest.mark.nightly
+@pytest.mark.layouts
 @pytest.mark.parametrize("fault", ["lost:7000", "oom:2000", "oom:4000"])
 def test_a_fault_of_the_device_is_named_and_the_run_goes_on(
     placed: Callable[..., Placed], separate: Placed, fault: str
@@ -140,7 +140,7 @@ def test_a_fault_of_the_device_is_named_and_the_run_goes_on(
     assert_same_run(faulty.run, separate.run)
 
 
-@pytest.mark.nightly
+@pytest.mark.layouts
 @pytest.mark.parametrize("victim", ["instance", "trainer", "producer"])
 @pytest.mark.parametrize("after_s", [0.0, 0.4, 0.8, 1.2])
 def test_a_kill_at_any_stage_loses_nothing(
