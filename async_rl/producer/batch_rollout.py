@@ -149,8 +149,7 @@ class BatchRollout:
                 if number % STARTS_AT_ONCE == 0:
                     await asyncio.sleep(0)
         if self._rest is None:
-            self._is_settled = True
-            self._put(*self._held or ())
+            self._release()
         self._report_figures()
         if self._idle_work is not None:
             try:
@@ -160,8 +159,12 @@ class BatchRollout:
                 log.exception("the work of the idle pool failed in iteration %d", self._batch.iteration)
         if self._rest is not None:
             await self._rest()
-            self._is_settled = True
-            self._put(*self._held or ())
+            self._release()
+
+    def _release(self) -> None:
+        """All rollouts have ended as they should: what was held goes to the replicas."""
+        self._is_settled = True
+        self._put(*self._held or ())
 
     def _report_figures(self) -> None:
         if not (taken := self._maker.take_figures()):

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.shared.protocol.fleet import InstanceInfo, read_address
-from tests.support.local_run import End, Run, command_of, gone
+from tests.support.local_run import EVALUATION, End, Run, command_of, gone
 from tests.support.mortal_instance import kill_an_engine, mortal_python
 from tests.support.same_run import SETTINGS, assert_same_run
 from trainer.checkpoint.files import find_damage, read_manifest
@@ -33,15 +33,6 @@ SETTINGS_OF_BOTH = (
     *(*SETTINGS, f"--train.iterations={ITERATIONS}", "--train.exact=true"),
     *("--trainer.num_processes=2", "--inference.num_instances=2"),
 )
-EVALUATION = """
-[evaluation]
-every = 2
-[[evaluation.sets]]
-name = "held-out"
-source = "{source}"
-num_samples = 2
-max_prompts = 4
-"""
 AT_THE_END = "--checkpoint.every=1000"
 """Only the end of the run saves."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.local_run import Run
+from tests.support.local_run import EVALUATION, Run
 from tests.support.same_run import assert_same_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -18,15 +18,6 @@ SETTINGS = (
     "--train.exact=true",
     "--algorithm.kl_coef=0.05",
 )
-EVALUATION = """
-[evaluation]
-every = 2
-[[evaluation.sets]]
-name = "held-out"
-source = "{source}"
-num_samples = 2
-max_prompts = 4
-"""
 
 
 def make_run(folder: Path, model: Path) -> Run:

@@ -97,6 +97,17 @@ def gated(prompt, responses, row):
     return vowels(prompt, responses, row)
 '''
 
+EVALUATION = """
+[evaluation]
+every = 2
+[[evaluation.sets]]
+name = "held-out"
+source = "{source}"
+num_samples = 2
+max_prompts = 4
+"""
+"""To be added to the config: an evaluation of four prompts, every second iteration."""
+
 CONFIG = """
 [run]
 dir = "{run_dir}"

@@ -261,7 +261,6 @@ def rank_memory(
     """
     shares = Shares.of(config.trainer, num_ranks)
     own, dtype, device = rank_parameters(model, shares), config.model.dtype, config.trainer.device
-    fused = device != "cpu"
     resident = [MemoryPart(BASE, BASE_BYTES[device], _base_reason(device))]
     if device != "cpu":
         num_groups = shares.num_groups + (config.publish.transport == "broadcast")
@@ -285,20 +284,8 @@ def rank_memory(
         # Gradient sums are 0 while the instances have the device.
         away = [part for part in trained if not part.name.endswith("gradients")]
         on_host = (*away, *frozen)
-    activations = activation_bytes(model, shares, config, fused_swiglu=fused)
-    workspace = 0 if device == "cpu" else attention_workspace_bytes(model, shares, config)
-    head_gradient = ceil(model.vocabulary_parameters / shares.tensor) * WIDE_BYTES
-    logits = logits_bytes(model, shares, config)
-    rows = micro_batch_rows(config)
-    limit = "trainer.micro_batch_tokens" if rows == config.trainer.micro_batch_tokens else "all of a step"
     phases = (
-        MemoryPart(
-            "activations and logits",
-            activations + workspace + max(logits, logits // 3 + 2 * head_gradient),
-            f"{rows} rows ({limit}), recompute = {config.trainer.recompute!r}: activations "
-            f"{activations / MIB:,.0f} MiB, logits {logits / MIB:,.0f} MiB"
-            + (f", attention's workspace {workspace / MIB:,.0f} MiB" if workspace else ""),
-        ),
+        _micro_batch_phase(config, model, shares),
         _optimizer_phase(own, device),
         MemoryPart(
             "publish",
@@ -309,6 +296,24 @@ def rank_memory(
     if device != "cpu":
         resident.append(fragmentation(resident, phases))
     return ProcessMemory(tuple(resident), phases, device == "cpu", on_host)
+
+
+def _micro_batch_phase(config: Config, model: ModelShape, shares: Shares) -> MemoryPart:
+    """The largest micro-batch, with its backward pass."""
+    on_device = config.trainer.device != "cpu"
+    activations = activation_bytes(model, shares, config, fused_swiglu=on_device)
+    workspace = attention_workspace_bytes(model, shares, config) if on_device else 0
+    head_gradient = ceil(model.vocabulary_parameters / shares.tensor) * WIDE_BYTES
+    logits = logits_bytes(model, shares, config)
+    rows = micro_batch_rows(config)
+    limit = "trainer.micro_batch_tokens" if rows == config.trainer.micro_batch_tokens else "all of a step"
+    return MemoryPart(
+        "activations and logits",
+        activations + workspace + max(logits, logits // 3 + 2 * head_gradient),
+        f"{rows} rows ({limit}), recompute = {config.trainer.recompute!r}: activations "
+        f"{activations / MIB:,.0f} MiB, logits {logits / MIB:,.0f} MiB"
+        + (f", attention's workspace {workspace / MIB:,.0f} MiB" if workspace else ""),
+    )
 
 
 def _base_reason(device: str) -> str:

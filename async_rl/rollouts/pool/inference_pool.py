@@ -26,6 +26,9 @@ from async_rl.shared.protocol.inference import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+OUT_OF_SERVICE_TIMEOUT_S = 5.0
+"""For the sleep of an instance that may not be there."""
+
 
 class InferencePool(Roster):
     """The instances of a run, as its rollouts and publishes use them."""
@@ -109,21 +112,27 @@ class InferencePool(Roster):
         return member.url, held.boot_id
 
     async def sleep(self, timeout_s: float) -> None:
-        """Has all instances in service give up their devices' memory until the next publish; nobody joins before it.
+        """Has all instances give up their devices' memory until the next publish; nobody joins before it.
 
-        One that does not is out of service, with the reason.
+        One that does not is out of service, with the reason. Those that are out of service already may be awake, too.
         """
 
         async def put_to_sleep(member: Member) -> None:
+            is_ready = member.state == "ready"
             try:
-                await member.client.sleep(timeout_s)
+                await member.client.sleep(timeout_s if is_ready else min(timeout_s, OUT_OF_SERVICE_TIMEOUT_S))
             except InstanceError as error:
-                logger.error("%s may keep memory that the trainer needs: %s", member.url, error)
-                self.note_failure(member, f"it did not go to sleep: {error}")
+                logger.log(
+                    logging.ERROR if is_ready else logging.INFO,
+                    "%s may keep memory that the trainer needs: %s",
+                    *(member.url, error),
+                )
+                if is_ready:
+                    self.note_failure(member, f"it did not go to sleep: {error}")
 
         self.late_joiners.is_closed = True
         await self.late_joiners.wait()
-        await asyncio.gather(*(put_to_sleep(member) for member in self.members if member.state == "ready"))
+        await asyncio.gather(*map(put_to_sleep, self.members))
 
     # Rollouts
 

@@ -272,3 +272,18 @@ def test_one_that_does_not_sleep_at_the_end_of_the_rollouts_is_out_of_service(
     assert [member.state == "ready" for member in pool.members] == [True, True, False]
     assert "did not go to sleep" in reasons(pool)[2]
     sleepers[2].rescript(refuse=None)
+
+
+def test_one_that_is_out_of_service_is_put_to_sleep_too(
+    sleepers, make_publisher, loop: EventLoopThread, tmp_path: Path
+) -> None:
+    publisher, pool = in_turns(make_publisher, sleepers, tmp_path)
+    publish(publisher, "run-0")
+
+    async def fail() -> None:
+        pool.note_failure(pool.members[1], "a request failed")
+
+    loop.run(fail())
+    loop.run(pool.sleep(5.0))
+    assert [instance.seen()["calls"][-1] for instance in sleepers] == ["/sleep"] * 3
+    assert reasons(pool)[1] == "a request failed"
