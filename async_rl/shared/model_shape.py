@@ -139,18 +139,8 @@ class ModelShape:
             ConfigError: a family or a feature is not supported, a size is missing or no positive integer, or heads do
                 not divide.
         """
-        name = config.get("model_type")
-        family = SAME_AS.get(name, name) if isinstance(name, str) else name
-        if not isinstance(family, str) or family not in FAMILIES:
-            raise ConfigError(
-                f"{named} has model_type {family!r}, which the trainer does not support: expected one of "
-                f"{', '.join(FAMILIES)}"
-            )
+        family = _family_of(config, named)
         traits = TABLE[family]
-        for found, expected in not_held(config, traits):
-            raise ConfigError(
-                f"{named} has {found} in its config.json, which the trainer does not support: expected {expected}"
-            )
 
         def size(*keys: str, default: int | None = None) -> int:
             value = next((config[key] for key in keys if config.get(key) is not None), default)
@@ -165,16 +155,7 @@ class ModelShape:
                 f"{named} has num_attention_heads = {heads} and num_key_value_heads = {kv_heads} in its config.json, "
                 "which do not divide: download it again"
             )
-        latents = None
-        if traits.has_latents:
-            latents = Latents(
-                q_rank=size("q_lora_rank") if config.get("q_lora_rank") is not None else None,
-                kv_rank=size("kv_lora_rank"),
-                nope_dim=size("qk_nope_head_dim"),
-                rope_dim=size("qk_rope_head_dim"),
-                value_dim=size("v_head_dim"),
-                interleaved=_flag(named, "rope_interleave", config, default=True),
-            )
+        latents = _latents(config, size, named) if traits.has_latents else None
         num_predictors = 0
         if traits.experts == "deepseek":
             num_predictors = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 1))
@@ -200,12 +181,7 @@ class ModelShape:
             rotary_share=_rotary_share(config, rope, traits),
             num_predictors=num_predictors if type(num_predictors) is int else 0,
             unrotated_layers=_unrotated_layers(config, size("num_hidden_layers"), named),
-            added_features=frozenset(
-                feature
-                for key, features in traits.features_of.items()
-                if _flag(named, key, config, default=key in traits.true)
-                for feature in features
-            ),
+            added_features=_added_features(config, traits, named),
             multipliers=Multipliers(*(_positive(named, key, config.get(key, 1)) for key in MULTIPLIERS))
             if traits.multiplies
             else None,
@@ -395,6 +371,46 @@ def _scaled_rope(config: Mapping[str, Any], rope: Mapping[str, Any], named: str)
     if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
         raise damaged(named, "low_freq_factor", given["low_freq_factor"], "less than its high_freq_factor")
     return Rope(kind, tuple(sorted(given.items())))
+
+
+def _family_of(config: Mapping[str, Any], named: str) -> str:
+    """The family, all of whose features are supported.
+
+    Raises:
+        ConfigError: it is another one, or has another feature.
+    """
+    name = config.get("model_type")
+    family = SAME_AS.get(name, name) if isinstance(name, str) else name
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ConfigError(
+            f"{named} has model_type {family!r}, which the trainer does not support: expected one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    for found, expected in not_held(config, TABLE[family]):
+        raise ConfigError(
+            f"{named} has {found} in its config.json, which the trainer does not support: expected {expected}"
+        )
+    return family
+
+
+def _latents(config: Mapping[str, Any], size: Callable[..., int], named: str) -> Latents:
+    return Latents(
+        q_rank=size("q_lora_rank") if config.get("q_lora_rank") is not None else None,
+        kv_rank=size("kv_lora_rank"),
+        nope_dim=size("qk_nope_head_dim"),
+        rope_dim=size("qk_rope_head_dim"),
+        value_dim=size("v_head_dim"),
+        interleaved=_flag(named, "rope_interleave", config, default=True),
+    )
+
+
+def _added_features(config: Mapping[str, Any], traits: Family, named: str) -> frozenset[str]:
+    return frozenset(
+        feature
+        for key, features in traits.features_of.items()
+        if _flag(named, key, config, default=key in traits.true)
+        for feature in features
+    )
 
 
 def _experts(config: Mapping[str, Any], traits: Family, size: Callable[..., int], named: str) -> Experts | None:
