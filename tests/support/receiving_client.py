@@ -13,14 +13,15 @@ from async_rl.rollouts.pool.membership import InstanceEntry, Membership
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from async_rl.shared.weights.store import join_rendezvous
 from async_rl.shared.weights.stream import TensorSpec, WeightGroup
-from tests.support.lost_store import lose
+from tests.support.lost_store import lose, slow
 
 
 class ReceivingClient:
     """One worker that joins and receives for real.
 
     `fault` is the step that it refuses, "hang" at the update, or "leave" when it is about to receive. Of a rendezvous:
-    "late" comes after the timeout, "break" comes and loses its connection.
+    "late" comes after the timeout, "break" comes and loses its connection, "break unseen" also says so late, and "slow"
+    takes its time there.
     """
 
     def __init__(self, url: str, fault: str | None = None) -> None:
@@ -71,6 +72,8 @@ class ReceivingClient:
         except PublishError as error:
             problem = str(error)
         if problem is not None:
+            if self.fault == "break unseen":
+                await asyncio.sleep(1.0)
             # Outside of the handler: the error's frames would keep the connections open, and others wait on these.
             self.close()
             raise InstanceError(f"instance {self.url}: {problem}")
@@ -80,8 +83,10 @@ class ReceivingClient:
         if self.fault == "late":
             time.sleep(info.timeout_s + 0.2)
         store = join_rendezvous(info.master_address, info.master_port, info.secret, info.timeout_s)
-        if self.fault == "break":
+        if self.fault in ("break", "break unseen"):
             store = lose(store)
+        if self.fault == "slow":
+            store = slow(store)
         self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
         self._rank, self._bucket_bytes = info.rank_offset, info.bucket_bytes
         self.num_joins += 1

@@ -100,6 +100,7 @@ class Broadcast:
             lambda member: member.client.init_weight_transfer(infos[member], timeout_s + ANSWER_MARGIN_S),
         )
         absent: set[Member] = set()
+        lost: set[Member] = set()
         problem = None
         deadline = time.monotonic() + EARLY * timeout_s
         try:
@@ -108,7 +109,9 @@ class Broadcast:
             refused, is_late = calls.failures(), time.monotonic() > deadline
             if refused or forming.problem is not None:
                 # Read after the failures: one that came before it failed is not absent.
-                absent = {owners[rank] for rank in self._sender.wait_formed(0.0).absent}
+                forming = self._sender.wait_formed(0.0)
+                absent = {owners[rank] for rank in forming.absent}
+                lost = {owners[rank] for rank in forming.lost}
                 without = absent if is_late else refused
                 problem = self._sender.call_off([rank for rank, member in owners.items() if member in without])
             failures = calls.settle(timeout_s + ANSWER_MARGIN_S)
@@ -117,7 +120,7 @@ class Broadcast:
         if problem is None and not failures:
             self._owners = owners
             return True
-        self._drop_preventers(members, failures, refused, absent, problem or "", is_late=is_late)
+        self._drop_preventers(members, failures, refused, absent, lost, problem or "", is_late=is_late)
         return False
 
     def _drop_preventers(
@@ -126,6 +129,7 @@ class Broadcast:
         failures: Mapping[Member, InstanceError],
         refused: Mapping[Member, InstanceError],
         absent: set[Member],
+        lost: set[Member],
         problem: str,
         *,
         is_late: bool,
@@ -135,6 +139,7 @@ class Broadcast:
         Args:
             failures: of all invitations, the earliest first; `refused`: of those that came before the rest was ended.
             absent: instances with a worker that had not come by then.
+            lost: instances with a worker that had come and gone by then: the sender may notice before their calls fail.
             problem: why the sender formed no group.
             is_late: whether those had had the time to come.
         """
@@ -142,13 +147,14 @@ class Broadcast:
             reason = f"NCCL refuses the weight group: {problem}; trainer and instances need one NCCL: {MATCHING}"
             self._drop({member: InstanceError(f"instance {member.url}: {reason}") for member in members})
             return
-        failures = failures or {m: WeightGroupBroken(f"instance {m.url}: {problem}") for m in members}
+        silent = lost or ([] if failures else members)
+        failures = {m: WeightGroupBroken(f"instance {m.url}: {problem}") for m in silent} | dict(failures)
         if own := {} if is_late else {member: error for member, error in refused.items() if member in absent}:
             self._drop(own)
         else:
             # Those who came failed because of others: of those who did not, once these had had the time.
             late = [member for member in failures if member in absent] if is_late else []
-            self._drop_guilty(failures, late or refused or failures, problem)
+            self._drop_guilty(failures, late or refused or lost or failures, problem)
 
     def _have_its_nccl(self, members: Sequence[Member]) -> bool:
         """Whether each instance has the sender's NCCL; drops those with another. One that reports none passes."""

@@ -55,6 +55,8 @@ class Forming:
     """Why it has ended without a group."""
     absent: list[int]
     """Ranks that have not come yet. One that has come counts as present also after its end."""
+    lost: list[int]
+    """Ranks that have come and ended their connection."""
 
 
 @dataclass(frozen=True, slots=True)

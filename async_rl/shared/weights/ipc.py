@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Base64Bytes, Field, ValidationError
 from async_rl.errors import PublishError
 from async_rl.shared.protocol.body import StrictBody
 from async_rl.shared.weights.collectives import DEVICES, TimedOut
-from async_rl.shared.weights.store import RendezvousStore
+from async_rl.shared.weights.store import RendezvousStore, lost_key
 
 PIECE_BYTES = 64 * 2**20
 """Of each of the two buffers: so large that the words in the store, about a millisecond a piece, do not count."""
@@ -109,7 +109,6 @@ class HandOver:
         if rank == 0:
             self._offer()
         else:
-            store.set_at_end(_lost(rank))
             self._buffers = _map_buffers(store.get(RECORD), device)
             store.set(_acknowledged(0, rank), "")
 
@@ -183,7 +182,7 @@ class HandOver:
         while missing := [rank for rank, key in keys.items() if not self._store.check([key])]:
             if self._store.has_ended():
                 raise RuntimeError("the rendezvous of the weight group was ended by its host")
-            if lost := [rank for rank in missing if self._store.check([_lost(rank)])]:
+            if lost := [rank for rank in missing if self._store.check([lost_key(rank)])]:
                 raise RuntimeError(f"rank {lost[0]} ended its connection before it had copied piece {number}")
             if time.monotonic() > deadline:
                 raise TimedOut(f"rank {missing[0]} did not copy piece {number} within {self._timeout_s:g} s")
@@ -200,10 +199,6 @@ def _ready(number: int) -> str:
 
 def _acknowledged(number: int, rank: int) -> str:
     return f"ipc/acknowledged/{number}/{rank}"
-
-
-def _lost(rank: int) -> str:
-    return f"ipc/lost/{rank}"
 
 
 def _finish_copies(device: torch.device) -> None:

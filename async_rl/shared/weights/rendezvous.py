@@ -17,7 +17,7 @@ from async_rl.errors import PublishError
 from async_rl.shared.net.local_address import addresses_of, is_loopback
 from async_rl.shared.protocol.inference import InitInfo
 from async_rl.shared.weights.collectives import current_device
-from async_rl.shared.weights.store import StoreServer
+from async_rl.shared.weights.store import StoreServer, lost_key
 from async_rl.shared.weights.stream import WeightGroup, bucket_bytes_of
 
 COMING_TIMEOUT_S = 2.0
@@ -104,6 +104,11 @@ class Rendezvous:
         """The ranks that have not come yet. One that has come counts as present also after its end."""
         store = self._server.store(self._config.timeout_s)
         return [rank for rank in range(1, self._world_size) if not WeightGroup.has_come(store, rank)]
+
+    def lost(self) -> list[int]:
+        """The ranks whose members have come and ended their connection."""
+        store = self._server.store(self._config.timeout_s)
+        return [rank for rank in range(1, self._world_size) if store.check([lost_key(rank)])]
 
     def call_off(self, without: Collection[int]) -> str:
         """Ends the wait of all members, because it failed or the ranks `without` will not join; returns why.

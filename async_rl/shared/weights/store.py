@@ -261,6 +261,11 @@ class StoreServer:
                 self._values.answer({"op": "set", "key": key, "value": ""})
 
 
+def lost_key(rank: int) -> str:
+    """What the host sets when the connection of that rank's member ends."""
+    return f"lost/{rank}"
+
+
 def join_rendezvous(address: str, port: int, secret: str, timeout_s: float) -> RendezvousStore:
     """Connects a member to the store that a host serves at this address.
 

@@ -26,7 +26,7 @@ import xxhash
 from async_rl.errors import ConfigError, PublishError
 from async_rl.shared.weights.collectives import NUM_IN_FLIGHT, Collectives, current_device, open_collectives
 from async_rl.shared.weights.ipc import HandOver
-from async_rl.shared.weights.store import RendezvousStore
+from async_rl.shared.weights.store import RendezvousStore, lost_key
 from async_rl.shared.weights.store_wire import NotInvited
 
 T = TypeVar("T")
@@ -246,6 +246,8 @@ class WeightGroup:
         self._timeout_s = timeout_s
         self._num_updates = 0
         try:
+            if rank:
+                store.set_at_end(lost_key(rank))
             store.set(_presence(rank), "here")
             # Before gloo, whose waits cannot be ended: it should find everybody there.
             store.wait([_presence(other) for other in range(world_size)])

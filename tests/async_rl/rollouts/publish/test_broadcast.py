@@ -218,6 +218,15 @@ def test_one_that_is_lost_in_the_rendezvous_breaks_it_and_may_come_again(moves: 
     assert [received(member) for member in one.members] == [ALL_RECEIVED] * len(faults)
 
 
+def test_one_whose_loss_the_sender_sees_before_its_call_fails_is_dropped_alone(moves: Any) -> None:
+    one = moves("slow", "break unseen", "slow", timeout_s=60.0)
+    begun = time.monotonic()
+    assert one.move() is None
+    assert time.monotonic() - begun < 30.0, "nobody waits for the timeout"
+    ((member, error),) = one.dropped.items()
+    assert member is one.members[1] and isinstance(error, WeightGroupBroken)
+
+
 def test_one_that_leaves_amid_the_stream_is_blamed_and_not_those_whose_connections_it_broke(moves: Any) -> None:
     one = moves(None, "leave", None)
     assert one.move() is None

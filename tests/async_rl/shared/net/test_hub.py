@@ -43,7 +43,7 @@ def test_a_hub_that_refuses_is_one_line_and_only_the_cache_is_used(monkeypatch: 
 def test_a_name_that_no_resolver_answers_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     ending = threading.Event()
     monkeypatch.setattr(hub, "LIMIT_S", 0.1)
-    monkeypatch.setattr(hub.socket, "create_connection", lambda *_: ending.wait(60) and socket.socket())
+    monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: ending.wait(60) and socket.socket())
     at(monkeypatch, "https://hub.invalid")
     try:
         assert "https://hub.invalid cannot be reached (no answer within 0.1 s)" in (hub_fault() or "")

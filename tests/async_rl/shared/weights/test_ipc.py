@@ -24,7 +24,7 @@ from async_rl.shared.weights import ipc
 from async_rl.shared.weights.collectives import TimedOut
 from async_rl.shared.weights.ipc import FILE_NAME, RECORD, DeviceMemory, HandOver, Record, ipc_backend
 from async_rl.shared.weights.sender import WeightSender, WeightSource
-from async_rl.shared.weights.store import RendezvousStore, StoreServer, join_rendezvous
+from async_rl.shared.weights.store import RendezvousStore, StoreServer, join_rendezvous, lost_key
 from async_rl.shared.weights.stream import TensorSpec, WeightGroup
 from tests.support import stream_receiver
 from tests.support.stream_receiver import HOST, KEY, SECRET, make_tensors
@@ -55,6 +55,9 @@ class Group:
         self.opening = [self.threads.submit(self.open, rank) for rank in range(self.world_size)]
 
     def open(self, rank: int) -> HandOver:
+        if rank:
+            # As `WeightGroup` does.
+            self.stores[rank].set_at_end(lost_key(rank))
         try:
             return HandOver(self.stores[rank], rank, self.world_size, self.timeout_s, CPU)
         except Exception:
@@ -296,7 +299,6 @@ def test_a_cuda_handle_goes_through_the_store_byte_for_byte_and_is_opened_on_the
     cuda: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = StoreServer(HOST, SECRET).store(5.0)
-    monkeypatch.setattr(store, "set_at_end", lambda key: None)
     # The receiver sees the devices in another order.
     names = iter([*UUIDS[1:2], "GPU-9", "GPU-1", "GPU-0"])
     monkeypatch.setattr(ipc, "_name_of", lambda device: next(names))

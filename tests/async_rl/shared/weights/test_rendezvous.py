@@ -186,12 +186,13 @@ def test_a_meeting_that_is_called_off_ends_the_wait_of_those_who_came_at_once() 
     assert rendezvous.absent() == [1, 2, 3]
     guest, first_of_two = Guest(one), Guest(two)
     assert not rendezvous.wait(0.2) and rendezvous.problem is None
-    assert rendezvous.absent() == [3]
+    assert rendezvous.absent() == [3] and not rendezvous.lost()
     begun = time.monotonic()
     problem = rendezvous.call_off([3])
     guest.end()
     first_of_two.end()
     assert rendezvous.absent() == [3] and rendezvous.problem == problem, "who has gone had come"
+    assert rendezvous.lost() == [1, 2]
     assert time.monotonic() - begun < 30.0, "nobody waits for the timeout"
     assert guest.group is None
     assert "was ended by its host" in str(guest.error) or "is gone" in str(guest.error)
