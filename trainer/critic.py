@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from async_rl.checks.preflight.model import CRITIC, find_checkpoint, read_shape
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
@@ -29,14 +30,16 @@ from async_rl.shared.model_shape import ModelShape
 from trainer.batching.shared_prompt import Labels, MicroBatch
 from trainer.devices.host_copies import to_host
 from trainer.forward_backward import Pass
+from trainer.hf.adapters import add_adapters
 from trainer.hf.weights import load_hf_weights
 from trainer.loss_sums import sampled_logprobs
 from trainer.model.gpt import SharedPromptGPT, build_model
 from trainer.model.logprobs import Scores
 from trainer.parallel import Parallel
+from trainer.policy.frozen_adapters import FrozenAdapters
 from trainer.policy.frozen_model import FrozenModel
 from trainer.policy.optimizer import PolicyOptimizer
-from trainer.policy.tri_model import with_gradient_sums
+from trainer.policy.tri_model import Frozen, with_gradient_sums
 
 
 class ValueGPT(SharedPromptGPT):
@@ -95,6 +98,7 @@ class Critic:
         dtype: torch.dtype,
         parallel: Parallel,
         trainer: TrainerSection,
+        adapter: AdapterSection,
     ) -> None:
         """Loads the model named by `critic_path`, or the policy's; its head is 0 unless the checkpoint has one.
 
@@ -108,8 +112,13 @@ class Critic:
         shape = read_shape(checkpoint, CRITIC).as_critic()
         model = build_model(shape, dtype, parallel, trainer, ValueGPT)
         load_hf_weights(model, checkpoint)
-        self.old: FrozenModel | None = None
-        if train.steps_per_batch > 1:
+        self.old: Frozen | None = None
+        if adapter.is_given:
+            # Of its own, also where the policy's begin with those of a file.
+            add_adapters(model, adapter)
+        if train.steps_per_batch > 1 and adapter.is_given:
+            self.old = FrozenAdapters(model, keeps=True)
+        elif train.steps_per_batch > 1:
             frozen = build_model(shape, dtype, parallel, trainer, ValueGPT)
             frozen.load_state_dict(model.state_dict())
             self.old = FrozenModel(frozen, trainer.frozen_weights, parallel.device.DEVICE)

@@ -1,5 +1,5 @@
 """`async-rl export RUN --to DIR`: a checkpoint's policy as a Hugging Face checkpoint, which transformers and vLLM load,
-with a model card.
+or its adapters as peft has them, with a model card.
 
 One process reads it, whatever layout it was saved under. Exit codes: 0 written, 1 it cannot be written, 2 bad input.
 """
@@ -25,8 +25,9 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     parser = Parser(
         "async-rl export",
-        "Writes a checkpoint's policy as a Hugging Face checkpoint, which transformers and vLLM load.",
-        "RUN --to DIR [--iteration N] [--model MODEL]",
+        "Writes a checkpoint's policy as a Hugging Face checkpoint, which transformers and vLLM load, or its adapters, "
+        "as peft has them.",
+        "RUN --to DIR [--iteration N] [--model MODEL] [--merge]",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory (run.dir)")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write; new or empty")
@@ -34,12 +35,13 @@ def main(arguments: list[str]) -> int:
         "--model", metavar="MODEL", help="where the run's model.path is now, if it was moved or is relative"
     )
     parser.add_argument("--iteration", type=int, metavar="N", help="the checkpoint iteration-N, not the newest")
+    parser.add_argument("--merge", action="store_true", help="adapters merged into the model's weights")
     options = parser.parse_args(arguments)
     try:
         require_extras("async-rl export", "trainer")
         checkpoint = choose_checkpoint(options.run, options.iteration)
         require_empty(options.to)
-        run(checkpoint, options.to, options.model)
+        run(checkpoint, options.to, options.model, merges=options.merge)
     except ConfigError as error:
         log.error("ConfigError: %s", error_text(error))
         return 2
@@ -53,9 +55,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def run(checkpoint: Path, target: Path, model: str | None) -> None:
+def run(checkpoint: Path, target: Path, model: str | None, *, merges: bool = False) -> None:
     """Writes the policy, in a process group of this process alone, and its model card; `model` takes the place of the
-    run's `model.path`."""
+    run's `model.path`.
+
+    Raises:
+        ConfigError: adapters are to be merged, and the run trained none; or as `export_policy`.
+    """
     # Imported after the arguments were validated, so that a typo is reported without loading torch and Megatron.
     from trainer.checkpoint.files import read_manifest
     from trainer.checkpoint.policy_export import export_policy
@@ -63,19 +69,22 @@ def run(checkpoint: Path, target: Path, model: str | None) -> None:
     from trainer.model_card.card import FILE, Exported, model_card
     from trainer.parallel import init_parallel
 
-    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
-    try:
-        export_policy(checkpoint, target, parallel, model)
-    finally:
-        parallel.close()
     content = read_manifest(checkpoint)
     config = parse_config(content["config"], source=f"the config in checkpoint {str(checkpoint)!r}")
+    if merges and not config.adapter.is_given:
+        raise ConfigError(f"--merge is for runs with adapters, and that of {str(checkpoint)!r} had none: leave it out")
+    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
+    try:
+        export_policy(checkpoint, target, parallel, model, merges=merges)
+    finally:
+        parallel.close()
     exported = Exported(
         name=target.absolute().name,
         config=config,
         iteration=content["iteration"],
         num_steps=content["num_steps"],
         base_on_hub=not Path(model or config.model.path).exists(),
+        is_adapter=config.adapter.is_given and not merges,
     )
     # Beside the checkpoint's directory: the run may have been moved since.
     write_file(target / FILE, model_card(exported, checkpoint.parent.parent))

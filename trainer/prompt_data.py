@@ -12,6 +12,7 @@ from async_rl.rollouts.rewards.identity import reward_identity
 from async_rl.shared.programs.user_command import COMMAND
 from async_rl.shared.programs.user_file import PREFIX, file_identity
 from trainer.checkpoint.compatibility import Contents
+from trainer.checkpoint.files import weights_digest
 from trainer.parallel import Parallel
 
 CACHE = "prompts"
@@ -69,7 +70,8 @@ def contents_of(config: Config, loaded: Mapping[str, Any], algorithm: str) -> Co
     Raises:
         ConfigError: the file of the reward or of the rollout program cannot be read.
     """
-    return Contents(loaded["digests"], _scoring_identity(config), algorithm)
+    base = weights_digest(find_checkpoint(config.model.path)) if config.adapter.is_given else ""
+    return Contents(loaded["digests"], _scoring_identity(config), algorithm, base)
 
 
 def _scoring_identity(config: Config) -> str:

@@ -18,6 +18,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
 from async_rl.checks.preflight.model import find_checkpoint, read_shape
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import Config, ModelSection
@@ -49,12 +50,14 @@ from trainer.hf.weight_export import WeightExport
 from trainer.loss_sums import LossSums, rollout_kl
 from trainer.parallel import Parallel
 from trainer.policy.canary_weights import CanaryWeights
-from trainer.policy.frozen_model import FrozenModel
 from trainer.policy.optimizer import PolicyOptimizer
-from trainer.policy.tri_model import load_tri_model
+from trainer.policy.tri_model import Frozen, load_tri_model
 from trainer.policy.turns import Turns
 
 log = logging.getLogger(__name__)
+
+NO_ADAPTER = AdapterSection()
+"""All weights are trained."""
 
 
 class MegatronTrainer:
@@ -72,6 +75,7 @@ class MegatronTrainer:
         algorithm: AlgorithmSection,
         optimizer: OptimizerSection,
         train: TrainSection,
+        adapter: AdapterSection = NO_ADAPTER,
         *,
         takes_turns: bool = False,
     ) -> None:
@@ -98,6 +102,7 @@ class MegatronTrainer:
             self._dtype,
             parallel,
             section,
+            adapter,
             needs_old=algorithm.old_policy in ("model", "lagged"),
             needs_reference=self._algorithm.needs.reference,
             teacher=algorithm.teacher if self._algorithm.needs.teacher else None,
@@ -107,7 +112,7 @@ class MegatronTrainer:
         self.critic: Critic | None = None
         if self._algorithm.needs.values:
             source = (self.checkpoint, self._dtype, parallel, section)
-            self.critic = Critic(algorithm, optimizer, train, *source)
+            self.critic = Critic(algorithm, optimizer, train, *source, adapter)
         # The sizes of a teacher and a critic are their own.
         is_alone = self.critic is None and self.models.teacher is None
         self.training_pool = TrainingPool(
@@ -128,10 +133,19 @@ class MegatronTrainer:
     @classmethod
     def of(cls, config: Config, parallel: Parallel) -> "MegatronTrainer":
         """The trainer of a run; raises what the constructor does."""
-        sections = (config.trainer, config.model, config.rollout, config.algorithm, config.optimizer, config.train)
         # On a CPU both pools have the host's memory anyway.
         takes_turns = config.run.placement == "turns" and config.trainer.device != "cpu"
-        return cls(parallel, *sections, takes_turns=takes_turns)
+        return cls(
+            parallel,
+            config.trainer,
+            config.model,
+            config.rollout,
+            config.algorithm,
+            config.optimizer,
+            config.train,
+            config.adapter,
+            takes_turns=takes_turns,
+        )
 
     def windows(
         self, order: TrainingOrder, together: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -280,7 +294,7 @@ class MegatronTrainer:
         return [GroupProof.from_json(row) for part in gathered for row in part]
 
     @property
-    def lagged_old(self) -> FrozenModel | None:
+    def lagged_old(self) -> Frozen | None:
         """The old policy if it does not follow from the policy, and so has to be saved in checkpoints."""
         return self.models.old if self._old_policy == "lagged" else None
 
@@ -345,7 +359,7 @@ class MegatronTrainer:
         return rollout_kl(pairs, self._config.kl_estimator)
 
     @property
-    def _frozen(self) -> list[FrozenModel]:
+    def _frozen(self) -> list[Frozen]:
         """In the order of their use."""
         of_critic = self.critic.old if self.critic is not None else None
         return [*self.models.frozen, *([of_critic] if of_critic is not None else [])]
@@ -386,7 +400,7 @@ class MegatronTrainer:
         self.models.old.copy_from(self.models.policy_model)
 
 
-def _logprobs_of(model: FrozenModel | None, passes: Sequence[Pass]) -> Sequence[list[torch.Tensor] | None]:
+def _logprobs_of(model: Frozen | None, passes: Sequence[Pass]) -> Sequence[list[torch.Tensor] | None]:
     """Log-probs (of a critic: values) of each pass's micro-batches under a frozen model; None for each without one."""
     if model is None:
         return [None] * len(passes)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.algorithm_section import SHAPING, WHOLE_REWARD, AlgorithmSection
 from async_rl.config.algorithm_traits import GDPOOptions
 from async_rl.config.cluster_section import ClusterSection
@@ -100,6 +101,7 @@ class _Need:
 
 NEEDS = (
     _Need("reward", "column", lambda c: bool(c.reward.parts), "[[reward.parts]], which its rows name"),
+    _Need("adapter", "alpha targets path", lambda c: c.adapter.is_given, "adapter.rank"),
     _Need("algorithm", "teacher_coef", lambda c: c.algorithm.teacher is not None, "algorithm.teacher"),
     _Need(
         "inference",
@@ -121,6 +123,7 @@ class Config(Section):
     pool: PoolSection = Field(default_factory=PoolSection)
     publish: PublishSection = Field(default_factory=PublishSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    adapter: AdapterSection = Field(default_factory=AdapterSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     train: TrainSection
     trainer: TrainerSection = Field(default_factory=TrainerSection)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection
@@ -67,6 +69,7 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
         *,
         dtype: str = "float32",
         device: Device | None = None,
+        adapter: AdapterSection | None = None,
         **options: float | str,
     ) -> MegatronTrainer:
         def section(kind: type) -> dict[str, float | str]:
@@ -80,6 +83,7 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
             AlgorithmSection(**section(AlgorithmSection)),
             OptimizerSection(**{"learning_rate": 1e-2} | section(OptimizerSection)),
             TrainSection(**{"iterations": 10} | section(TrainSection)),
+            adapter or AdapterSection(),
         )
 
     return make
@@ -137,11 +141,16 @@ def grpo_in_transformers() -> Callable[..., Expected]:
         temperature: float = 1.0,
         kl_coef: float = 0.0,
         normalize: str = "token",
+        adapter: Path | None = None,
     ) -> Expected:
+        """With `adapter`, a peft directory, the policy is peft's, in which nothing else is trained."""
         # The faster ways to run experts know no float64.
         settings = {"dtype": torch.float64, "experts_implementation": "eager"}
         policy = AutoModelForCausalLM.from_pretrained(policy_path, **settings)
         reference = AutoModelForCausalLM.from_pretrained(reference_path, **settings)
+        if adapter is not None:
+            policy = PeftModel.from_pretrained(policy, adapter, is_trainable=True, autocast_adapter_dtype=False)
+            policy.to(torch.float64)
         all_logprobs, loss, count, entropies = [], torch.zeros((), dtype=torch.float64), 0, []
         for group in groups:
             all_logprobs.append([])

@@ -41,8 +41,8 @@ from trainer.checkpoint.files import (
 from trainer.checkpoint.tensors import CRITIC, OLD, POLICY, model_tensors, optimizer_tensors, snapshot, storable
 from trainer.critic import Critic
 from trainer.parallel import TIMEOUT, Parallel
-from trainer.policy.frozen_model import FrozenModel
 from trainer.policy.optimizer import PolicyOptimizer, StepCounts
+from trainer.policy.tri_model import Frozen
 
 _METADATA = ".metadata"
 """The file in which torch.distributed.checkpoint records which file has which part of which tensor."""
@@ -90,7 +90,7 @@ class Checkpoints:
         self,
         policy: DistributedDataParallel,
         optimizer: PolicyOptimizer,
-        old: FrozenModel | None,
+        old: Frozen | None,
         critic: Critic | None = None,
     ) -> None:
         """What `save` saves, while it is on the device; all ranks call it.
@@ -162,7 +162,7 @@ class Checkpoints:
         path: Path,
         policy: DistributedDataParallel,
         optimizer: PolicyOptimizer,
-        old: FrozenModel | None,
+        old: Frozen | None,
         critic: Critic | None = None,
     ) -> int:
         """Fills models and optimizer from a checkpoint; returns the iteration to train next.

@@ -21,7 +21,7 @@ from async_rl.method.algorithms import ALGORITHMS
 
 log = logging.getLogger(__name__)
 
-_DECIDING = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "train")
+_DECIDING = ("model", "prompts", "rollout", "reward", "algorithm", "adapter", "optimizer", "train")
 _MAY_CHANGE = {
     *("train.iterations", "train.epochs", "train.logprob_noise", "train.exact"),
     *("reward.timeout_s", "reward.num_workers", "reward.max_concurrency", "reward.max_attempts"),
@@ -47,12 +47,14 @@ MAX_SHOWN = 5
 class Contents:
     """The contents behind a run's settings: digests of ranges of its prompts, and the identity of its reward.
 
-    `algorithm` is that of a user's own one, "" for a built-in one.
+    `algorithm` is that of a user's own one, "" for a built-in one; `base` that of the weights below adapters, which the
+    checkpoint does not have, "" without adapters.
     """
 
     prompts: Mapping[str, str]
     reward: str
     algorithm: str = ""
+    base: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -176,7 +178,14 @@ def content_changes(before: Mapping[str, Any], now: Contents) -> list[str]:
         found.append(f"the reward is {now.reward}, but was {before['reward']}")
     if _place_of_algorithm(before, now) and before["algorithm"] != now.algorithm:
         found.append(f"the algorithm is {now.algorithm}, but was {before['algorithm']}")
+    if now.base and before.get("base") and before["base"] != now.base:
+        found.append(other_base(before["base"], now.base))
     return found
+
+
+def other_base(before: str, now: str) -> str:
+    """That the weights below a checkpoint's adapters are not those they were trained beside, by their digests."""
+    return f"the weights of model.path, beside which the adapters were trained, have the digest {now}, but had {before}"
 
 
 def _place_of_algorithm(before: Mapping[str, Any], now: Contents) -> set[str]:

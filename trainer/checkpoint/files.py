@@ -75,6 +75,11 @@ def file_sums(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]
     return {name: {"bytes": (directory / name).stat().st_size, "xxh3": _file_sum(directory / name)} for name in names}
 
 
+def weights_digest(model: Path) -> str:
+    """Of the names and contents of a model's weights, in its directory; all of them are read."""
+    return _json_sum(file_sums(model, sorted(file.name for file in model.glob("*.safetensors"))))
+
+
 def seal(partial: Path, final: Path, content: dict[str, Any]) -> None:
     """Writes the manifest and gives the directory its final name; after a crash it has either the old or the new name.
 

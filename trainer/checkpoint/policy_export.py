@@ -10,15 +10,23 @@ from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from trainer.checkpoint.checkpoint import fill, read_checked
+from trainer.checkpoint.compatibility import other_base
+from trainer.checkpoint.files import weights_digest
 from trainer.checkpoint.tensors import POLICY, model_tensors
+from trainer.hf.adapters import add_adapters, save_adapters
 from trainer.hf.checkpoint import save_hf_checkpoint
+from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import build_model
 from trainer.parallel import Parallel
 
 
-def export_policy(checkpoint: Path, target: Path, parallel: Parallel, model_path: str | None = None) -> None:
+def export_policy(
+    checkpoint: Path, target: Path, parallel: Parallel, model_path: str | None = None, *, merges: bool = False
+) -> None:
     """Writes the policy to `target` in the run's `model.dtype`; all other files come from `model_path`, by default the
     run's `model.path`.
+
+    Of a run that trained adapters it writes these, as peft has them, unless it `merges` them into the weights.
 
     `parallel` is one process; the checkpoint may have any layout.
 
@@ -34,8 +42,17 @@ def export_policy(checkpoint: Path, target: Path, parallel: Parallel, model_path
         parallel,
         TrainerSection(),
     )
+    if config.adapter.is_given:
+        before, now = content.get("contents", {}).get("base"), weights_digest(source)
+        if before and before != now:
+            raise ConfigError(f"checkpoint {str(checkpoint)!r}: {other_base(before, now)}: name that model by --model")
+        load_hf_weights(model, source)
+        add_adapters(model, config.adapter)
     fill(checkpoint, model_tensors(model, POLICY), parallel, dist.group.WORLD)
-    save_hf_checkpoint(model, source, target)
+    if config.adapter.is_given and not merges:
+        save_adapters(model, config.adapter, model_path or config.model.path, target)
+    else:
+        save_hf_checkpoint(model, source, target)
 
 
 def _find_model(path: str) -> Path:

@@ -8,6 +8,8 @@ optimizer has the same three tensors per parameter; a rank's part of them consis
     old.NAME          weight of the old policy's model, if there is one, in the model's dtype
     critic.NAME, critic_exp_avg.NAME, critic_exp_avg_sq.NAME    the same three of a critic
 
+Where adapters are trained these are the adapters' factors and a critic's head; the base is not saved.
+
 A bfloat16 model's weights are its master weights, rounded.
 """
 
@@ -113,9 +115,10 @@ def _within_row(
 
 
 def _pieces(model: SharedPromptGPT) -> dict[int, list[_Piece]]:
-    """id(parameter) -> the checkpoint's tensors of which it holds a part."""
-    found: dict[int, list[_Piece]] = {}
-    parameters = set(map(id, model.parameters()))
+    """id(parameter) -> the checkpoint's tensors of which it holds a part; of those that are trained."""
+    found = dict(_adapter_pieces(model))
+    kept = [p for p in model.parameters() if p.requires_grad or not model.adapters]
+    parameters = {id(parameter) for parameter in kept} - found.keys()
     for entry in model.sharded_state_dict(metadata=dict(_NAMES)).values():
         if isinstance(entry, ShardedObject):  # Megatron's slot for fp8 scales, empty here.
             continue
@@ -126,9 +129,37 @@ def _pieces(model: SharedPromptGPT) -> dict[int, list[_Piece]]:
         pieces = [_piece(parameter, sharded) for sharded in built]
         assert sum(piece.sharded.data.numel() for piece in pieces) == parameter.numel(), f"{entry.key} has gaps"
         found[id(parameter)] = pieces
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
+    wanted = set(map(id, kept))
+    missing = [name for name, p in model.named_parameters() if id(p) in wanted and id(p) not in found]
     assert not missing, f"not part of the model's sharded state dict: {missing}"
     return found
+
+
+def _adapter_pieces(model: SharedPromptGPT) -> Iterator[tuple[int, list[_Piece]]]:
+    parallel = model.parallel
+    for adapter in model.adapters.values():
+        for factor in adapter.parameters():
+            key, whole, offset = adapter.whole[id(factor)]
+            # Ranks that have the same part: those of other replicas, and of other positions if it is not divided.
+            tp_rank = 0 if factor.shape != whole else parallel.tp_rank
+            yield (
+                id(factor),
+                [
+                    _Piece(
+                        0,
+                        ShardedTensor(
+                            key,
+                            factor.detach(),
+                            factor.dtype,
+                            tuple(factor.shape),
+                            whole,
+                            offset,
+                            None,
+                            (0, tp_rank, parallel.dp_rank),
+                        ),
+                    )
+                ],
+            )
 
 
 def _piece(parameter: torch.Tensor, sharded: ShardedTensor) -> _Piece:

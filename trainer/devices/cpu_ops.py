@@ -71,7 +71,8 @@ class _RMSNorm(torch.autograd.Function):
         dweights = dout * normed
         means = (dweights @ wide_weight_N).div_(x.shape[-1]).unsqueeze(-1)
         dx = normed.mul_(means.neg_()).addcmul_(dout, wide_weight_N).mul_(scale)
-        return dx.to(x.dtype), dweights.flatten(0, -2).sum(0).to(weight_N.dtype), None
+        dweight_N = dweights.flatten(0, -2).sum(0).to(weight_N.dtype) if ctx.needs_input_grad[1] else None
+        return dx.to(x.dtype), dweight_N, None
 
 
 def _widened(x: torch.Tensor) -> torch.Tensor:
@@ -113,8 +114,8 @@ class _Linear(torch.autograd.Function):
         bias_O: torch.Tensor | None,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight_OI)
-        ctx.has_bias, ctx.group = bias_O is not None, group
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight_OI)
+        ctx.group = group
         return product(x, weight_OI, bias_O)
 
     @staticmethod
@@ -123,6 +124,8 @@ class _Linear(torch.autograd.Function):
         dx = products.matmul(dout, weight_OI)
         if ctx.group is not None:
             dist.all_reduce(dx, group=ctx.group)
-        dout_MO, x_MI = dout.flatten(0, -2), x.flatten(0, -2)
-        dbias_O = dout_MO.sum(0) if ctx.has_bias else None
-        return None, dx, products.matmul(dout_MO.T, x_MI), dbias_O, None
+        dout_MO = dout.flatten(0, -2)
+        dbias_O = dout_MO.sum(0) if ctx.needs_input_grad[3] else None
+        # A frozen weight needs none.
+        dweight_OI = products.matmul(dout_MO.T, x.flatten(0, -2)) if ctx.needs_input_grad[2] else None
+        return None, dx, dweight_OI, dbias_O, None

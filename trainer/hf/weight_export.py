@@ -40,7 +40,7 @@ class WeightExport:
     def __init__(self, model: SharedPromptGPT, bucket_bytes: int = PARCEL_BYTES) -> None:
         self.shape = model.shape
         self._parallel = parallel = model.parallel
-        self._parameters = dict(model.named_parameters())
+        self._parameters, self._adapters = model.base_parameters(), model.adapters
         any_parameter = next(iter(self._parameters.values()))
         self._dtype, self._device = any_parameter.dtype, any_parameter.device
         assert all(p.dtype == self._dtype for p in self._parameters.values()), "a parcel has tensors of one dtype"
@@ -113,17 +113,23 @@ class WeightExport:
             whole[shard].copy_(part)
 
     def _own_tensors(self, entry: WeightEntry) -> list[torch.Tensor]:
-        return entry.on(self._parallel.tp_rank).fusion.split(entry.of(self._parameters).detach())
+        return entry.on(self._parallel.tp_rank).fusion.split(self._value(entry))
 
     def _own_part(self, parcel: Parcel, receive_from: int | None = None) -> torch.Tensor:
         """A tensor-parallel rank's contribution to a parcel: its part of every divided parameter, [elements]."""
-        own = [entry.of(self._parameters).detach() for entry in parcel.entries if entry.divided is not None]
-        part = torch.empty(sum(p.numel() for p in own), dtype=self._dtype, device=self._device)
+        divided = [entry for entry in parcel.entries if entry.divided is not None]
+        num_values = sum(entry.of(self._parameters).numel() for entry in divided)
+        part = torch.empty(num_values, dtype=self._dtype, device=self._device)
         if receive_from is not None:
             dist.recv(part, receive_from)
         else:
-            torch.cat([p.view(-1) for p in own], out=part)
+            torch.cat([self._value(entry).view(-1) for entry in divided], out=part)
         return part
+
+    def _value(self, entry: WeightEntry) -> torch.Tensor:
+        """This rank's part of a parameter, with its adapter if it has one."""
+        own, adapter = entry.of(self._parameters).detach(), self._adapters.get(entry.megatron_name)
+        return own if adapter is None else adapter.merged(own)
 
     def _empty(self, parcel: Parcel) -> tuple[torch.Tensor, list[torch.Tensor]]:
         sizes = [prod(spec.shape) for spec in parcel.specs]

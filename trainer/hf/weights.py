@@ -38,7 +38,7 @@ def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
     head = tied_head(model.shape, layout)
     own = [entry for entry in (*entries, *([head] if head else [])) if entry.is_on(parallel)]
     kept = list(constants(model.shape, layout))
-    parameters = dict(model.named_parameters())
+    parameters = model.base_parameters()
     assert {entry.megatron_name for entry in own} == set(parameters), (
         f"the weight map misses {set(parameters) ^ {entry.megatron_name for entry in own}}"
     )

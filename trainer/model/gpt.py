@@ -3,6 +3,8 @@
 Shape legend: T fed rows, R rows with logits, N response tokens, H hidden size, V vocabulary, D rotary dimension.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,6 +34,7 @@ from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
+from trainer.model.adapters import Adapter
 from trainer.model.experts import keep_biases_wide, keep_rows_local, moe_options, use_router, use_stacked_experts
 from trainer.model.layer_spec import (
     RMSNorm,
@@ -76,6 +79,8 @@ class SharedPromptGPT(GPTModel):
         keep_rows_local(self)
         self.shape = shape
         self.parallel = parallel
+        self.adapters: dict[str, Adapter] = {}
+        """By the names of the matrices beside which they are; none unless they are trained."""
         self.other_head: torch.Tensor | None = None
         """Replaces a tied head while it is set; of the same shape."""
         self._ops = parallel.device.LAYER_OPS
@@ -86,6 +91,21 @@ class SharedPromptGPT(GPTModel):
             max(1, shape.num_kv_heads // parallel.tp_size),
             shape.kernel_dim,
         )
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Inside the context the model is the base, bit for bit."""
+        for adapter in self.adapters.values():
+            adapter.is_on = False
+        try:
+            yield
+        finally:
+            for adapter in self.adapters.values():
+                adapter.is_on = True
+
+    def base_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters by name, without those of adapters."""
+        return {name: parameter for name, parameter in self.named_parameters() if ".adapter." not in name}
 
     def forward(self, micro_batch: MicroBatch, temperature: float, with_entropy: bool = True) -> torch.Tensor | Scores:
         """Log-probs and entropies of the response tokens (see `scores`); hidden rows on earlier stages."""
@@ -104,6 +124,9 @@ class SharedPromptGPT(GPTModel):
             hidden_T1H = self.embedding(rows.tokens_T[None], position_ids=rows.positions_T[None])
             if self.shape.multipliers is not None:
                 hidden_T1H = hidden_T1H * self.shape.multipliers.embedding
+            if self.adapters and torch.is_grad_enabled():
+                # What is computed again gets a gradient only if its input has one.
+                hidden_T1H.requires_grad_()
         cos_T1D, sin_T1D = self._rotation(rows.positions_T)
         params = SharedPromptParams(
             segments=rows.segments,

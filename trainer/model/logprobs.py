@@ -154,10 +154,12 @@ class _ResponseLogprobs(torch.autograd.Function):
             dlogits_CV.view(-1).scatter_add_(0, places_N, dlogits_N * is_here_N)
             dscores_CV = dlogits_CV.to(weight_VH.dtype)
             dhidden.append(ctx.ops.matmul(dscores_CV, weight_VH))
+            if not ctx.needs_input_grad[1]:
+                continue
             part_VH = ctx.ops.matmul(dscores_CV.T, hidden_RH[rows])
             dweight_VH = part_VH.to(_wide(part_VH.dtype)) if dweight_VH is None else dweight_VH.add_(part_VH)
-        assert dweight_VH is not None, "no rows with logits"
-        return torch.cat(dhidden), dweight_VH.to(weight_VH.dtype), None, None, None, None, None, None, None
+        dweight_VH = None if dweight_VH is None else dweight_VH.to(weight_VH.dtype)
+        return torch.cat(dhidden), dweight_VH, None, None, None, None, None, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -34,7 +34,7 @@ class Exported:
     """What is described: a checkpoint's config, its place in the run, and the name of the exported directory.
 
     `iteration` is trained next; `num_steps` optimizer steps were taken until then. `base_on_hub` says whether
-    `model.path` is a name of the hub, and not a directory.
+    `model.path` is a name of the hub, and not a directory, `is_adapter` whether adapters were exported alone.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Exported:
     iteration: int
     num_steps: int
     base_on_hub: bool
+    is_adapter: bool = False
 
 
 def model_card(exported: Exported, run_dir: Path) -> str:
@@ -66,7 +67,7 @@ def _front_matter(exported: Exported) -> str:
     data = ModelCardData(
         base_model=base if exported.base_on_hub and _HUB_NAME.fullmatch(base) else None,
         datasets=_hub_datasets(exported.config) or None,
-        library_name="transformers",
+        library_name="peft" if exported.is_adapter else "transformers",
         pipeline_tag="text-generation",
         tags=["async-rl", "reinforcement-learning"],
     )
@@ -97,6 +98,8 @@ def _summary(exported: Exported, records: history.History) -> str:
 
 def _loading(exported: Exported) -> str:
     name = json.dumps(exported.name, ensure_ascii=True)
+    if exported.is_adapter:
+        return _loading_adapter(name)
     python = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"directory = {name}  # this one\n"
@@ -109,6 +112,18 @@ def _loading(exported: Exported) -> str:
     elif not exported.config.prompts.chat_template:
         note += " Prompts were trained as plain text, without a chat template."
     return f"{fenced(python, 'python')}\n\n{note} vLLM serves the directory as well."
+
+
+def _loading_adapter(name: str) -> str:
+    python = (
+        "from peft import AutoPeftModelForCausalLM\n\n"
+        f"directory = {name}  # this one\n"
+        "model = AutoPeftModelForCausalLM.from_pretrained(directory)  # with the base model of adapter_config.json"
+    )
+    return (
+        f"{fenced(python, 'python')}\n\nThe adapters are safetensors in float32. vLLM serves them beside the base "
+        "(`--enable-lora --lora-modules NAME=DIRECTORY`)."
+    )
 
 
 def _training(exported: Exported) -> str:
@@ -126,6 +141,8 @@ def _training(exported: Exported) -> str:
         "learning rate": f"{config.optimizer.learning_rate:g}",
         "precision": code(config.model.dtype),
     }
+    if config.adapter.is_given:
+        rows = {**rows, "adapters": f"rank {config.adapter.rank}, alpha {config.adapter.alpha:g}"}
     return table(["", ""], [list(row) for row in rows.items()], of_numbers=False)
 
 

@@ -153,7 +153,8 @@ class PolicyOptimizer:
 
 
 def _make_adam(section: OptimizerSection, policy: DistributedDataParallel, distributed: bool) -> MegatronOptimizer:
-    bf16 = next(policy.parameters()).dtype == torch.bfloat16
+    # Adapters are float32 beside a model in bfloat16.
+    bf16 = next(p for p in policy.parameters() if p.requires_grad).dtype == torch.bfloat16
     config = OptimizerConfig(
         optimizer="adam",
         lr=section.learning_rate,

@@ -13,12 +13,17 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from async_rl.checks.preflight.model import find_checkpoint, read_shape
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.shared.model_shape import ModelShape
+from trainer.hf.adapters import start_adapters
 from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import SharedPromptGPT, build_model
 from trainer.parallel import Parallel
+from trainer.policy.frozen_adapters import FrozenAdapters
 from trainer.policy.frozen_model import FrozenModel
+
+Frozen = FrozenModel | FrozenAdapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +31,12 @@ class TriModel:
     """`policy` sums gradients into Megatron's fp32 buffers; a model whose log-probs are not needed is None."""
 
     policy: DistributedDataParallel
-    old: FrozenModel | None
-    reference: FrozenModel | None
-    teacher: FrozenModel | None = None
+    old: Frozen | None
+    reference: Frozen | None
+    teacher: Frozen | None = None
 
     @property
-    def frozen(self) -> list[FrozenModel]:
+    def frozen(self) -> list[Frozen]:
         """Those there are, in the order of their use."""
         return [model for model in (self.reference, self.old, self.teacher) if model is not None]
 
@@ -59,12 +64,15 @@ def load_tri_model(
     dtype: torch.dtype,
     parallel: Parallel,
     section: TrainerSection,
+    adapter: AdapterSection,
     *,
     needs_old: bool,
     needs_reference: bool,
     teacher: str | None = None,
 ) -> TriModel:
     """Loads all models from the same checkpoint, since training starts from the reference; but for the teacher.
+
+    With adapters old policy and reference share the policy's weights: the reference is the base.
 
     Args:
         teacher: checkpoint of a frozen model with the same vocabulary.
@@ -74,8 +82,12 @@ def load_tri_model(
     """
     policy = build_model(shape, dtype, parallel, section)
     load_hf_weights(policy, checkpoint)
+    if adapter.is_given:
+        start_adapters(policy, adapter)
 
-    def frozen_copy() -> FrozenModel:
+    def frozen_copy(*, is_base: bool) -> Frozen:
+        if adapter.is_given:
+            return FrozenAdapters(policy, keeps=not is_base)
         model = build_model(shape, dtype, parallel, section)
         model.load_state_dict(policy.state_dict())
         return FrozenModel(model, section.frozen_weights, parallel.device.DEVICE)
@@ -90,8 +102,8 @@ def load_tri_model(
 
     return TriModel(
         with_gradient_sums(policy, parallel, section),
-        frozen_copy() if needs_old else None,
-        frozen_copy() if needs_reference else None,
+        frozen_copy(is_base=False) if needs_old else None,
+        frozen_copy(is_base=True) if needs_reference else None,
         load_teacher() if teacher is not None else None,
     )
 

@@ -14,8 +14,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from async_rl.shared.weights.swap import Swap, copy_stream
-from trainer.policy.frozen_model import FrozenModel
 from trainer.policy.optimizer import PolicyOptimizer
+from trainer.policy.tri_model import Frozen
 
 
 class Turns:
@@ -30,7 +30,7 @@ class Turns:
     def __init__(
         self,
         trained: Sequence[tuple[DistributedDataParallel, PolicyOptimizer]],
-        frozen: Sequence[FrozenModel],
+        frozen: Sequence[Frozen],
         device: torch.device,
         *,
         takes_turns: bool,

@@ -88,9 +88,10 @@ class Scorer:
         other = torch.float32 if self._config.model.dtype == "bfloat16" else torch.bfloat16
         copy = build_model(policy.shape, other, self._parallel, self._config.trainer)
         with torch.no_grad():
-            for of in (torch.nn.Module.parameters, torch.nn.Module.buffers):
-                for own, source in zip(of(copy), of(policy), strict=True):
-                    own.copy_(source)
+            sources = policy.base_parameters() | dict(policy.named_buffers())
+            for name, own in (*copy.named_parameters(), *copy.named_buffers()):
+                adapter = policy.adapters.get(name)
+                own.copy_(sources[name] if adapter is None else adapter.merged(sources[name]))
             copy.requires_grad_(False).eval()
             return self.score(groups, self._config.rollout.temperature, copy)
 

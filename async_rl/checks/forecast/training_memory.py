@@ -21,6 +21,8 @@ from async_rl.checks.forecast.memory import (
     fragmentation,
     messages_bytes,
 )
+from async_rl.checks.preflight.adapter_sizes import layer_parameters
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.config.trainer_section import TrainerSection
@@ -133,6 +135,12 @@ def trained_model_bytes(parameters: RankParameters, shares: Shares, dtype: str) 
     }
 
 
+def adapter_parameters(adapter: AdapterSection, model: ModelShape, shares: Shares) -> int:
+    """Of the rank that has most layers."""
+    layers = max(map(len, stage_layers(model.num_layers, shares.pipeline)))
+    return layers * layer_parameters(adapter, model, shares.tensor)
+
+
 def layer_values_per_row(model: ModelShape, shares: Shares, recompute: str, *, fused_swiglu: bool) -> int:
     """Values that autograd keeps of one row in one layer, on one rank.
 
@@ -240,6 +248,9 @@ def publish_bytes(config: Config, model: ModelShape, own: RankParameters, shares
     width, parcels = WEIGHT_BYTES[config.model.dtype], 2 * PARCEL_BYTES if shares.divides_model else 0
     # The canary's copy of a tied head.
     exported = parcels or own.largest * width
+    if config.adapter.is_given:
+        # A weight and what its adapter adds, in float32.
+        exported += 2 * model.hidden_size * max(model.ffn_size, model.qkv_size) // shares.tensor * WIDE_BYTES
     if config.trainer.device == "cpu" or config.publish.transport != "broadcast":
         return exported
     number = 3 if shares.divides_model else 2
@@ -260,15 +271,15 @@ def rank_memory(
         ConfigError: `num_ranks` cannot be arranged as the config requires.
     """
     shares = Shares.of(config.trainer, num_ranks)
-    own, dtype, device = rank_parameters(model, shares), config.model.dtype, config.trainer.device
+    own, device = rank_parameters(model, shares), config.trainer.device
     resident = [MemoryPart(BASE, BASE_BYTES[device], _base_reason(device))]
     if device != "cpu":
         num_groups = shares.num_groups + (config.publish.transport == "broadcast")
         buffers = MemoryPart(COMMUNICATORS, num_groups * COMMUNICATOR_BYTES[device], f"{num_groups} groups, assumed")
         resident += [buffers] * (num_groups > 0)
-    trained = _trained_parts("", own, shares, dtype)
+    trained = _trained_parts("", config, model, shares)
     if critic is not None:
-        trained += _trained_parts("critic's ", rank_parameters(critic, shares), shares, dtype)
+        trained += _trained_parts("critic's ", config, critic, shares)
     resident += trained
     frozen = _frozen_parts(config, model, shares, teacher, critic)
     on_host: tuple[MemoryPart, ...] = ()
@@ -286,7 +297,7 @@ def rank_memory(
         on_host = (*away, *frozen)
     phases = (
         _micro_batch_phase(config, model, shares),
-        _optimizer_phase(own, device),
+        _optimizer_phase(_stepped(config, model, own, shares), device),
         MemoryPart(
             "publish",
             publish_bytes(config, model, own, shares),
@@ -298,12 +309,21 @@ def rank_memory(
     return ProcessMemory(tuple(resident), phases, device == "cpu", on_host)
 
 
+def _stepped(config: Config, model: ModelShape, own: RankParameters, shares: Shares) -> RankParameters:
+    """The parameters that the optimizer steps."""
+    if not config.adapter.is_given:
+        return own
+    count = adapter_parameters(config.adapter, model, shares)
+    return RankParameters(count, 0, count)
+
+
 def _micro_batch_phase(config: Config, model: ModelShape, shares: Shares) -> MemoryPart:
     """The largest micro-batch, with its backward pass."""
     on_device = config.trainer.device != "cpu"
     activations = activation_bytes(model, shares, config, fused_swiglu=on_device)
     workspace = attention_workspace_bytes(model, shares, config) if on_device else 0
-    head_gradient = ceil(model.vocabulary_parameters / shares.tensor) * WIDE_BYTES
+    # A frozen head has none.
+    head_gradient = 0 if config.adapter.is_given else ceil(model.vocabulary_parameters / shares.tensor) * WIDE_BYTES
     logits = logits_bytes(model, shares, config)
     rows = micro_batch_rows(config)
     limit = "trainer.micro_batch_tokens" if rows == config.trainer.micro_batch_tokens else "all of a step"
@@ -320,7 +340,10 @@ def _base_reason(device: str) -> str:
     return "interpreter and libraries, as measured" if device == "cpu" else "context and libraries, assumed"
 
 
-def _trained_parts(whose: str, parameters: RankParameters, shares: Shares, dtype: str) -> list[MemoryPart]:
+def _trained_parts(whose: str, config: Config, model: ModelShape, shares: Shares) -> list[MemoryPart]:
+    parameters, dtype = rank_parameters(model, shares), config.model.dtype
+    if config.adapter.is_given:
+        return _adapted_parts(whose, config, model, parameters.total, shares)
     sizes = trained_model_bytes(parameters, shares, dtype)
     master = "" if dtype == "float32" else ", master weights"
     shared = f" shared by {shares.num_replicas} replicas" if shares.num_replicas > 1 else ""
@@ -332,6 +355,18 @@ def _trained_parts(whose: str, parameters: RankParameters, shares: Shares, dtype
     ]
 
 
+def _adapted_parts(whose: str, config: Config, model: ModelShape, total: int, shares: Shares) -> list[MemoryPart]:
+    """Of a model of which adapters are trained, in float32."""
+    number, dtype = adapter_parameters(config.adapter, model, shares), config.model.dtype
+    sizes = trained_model_bytes(RankParameters(number, 0, 0), shares, "float32")
+    return [
+        MemoryPart(f"{whose}weights", total * WEIGHT_BYTES[dtype], f"{total:,} on this rank, {dtype}, not trained"),
+        MemoryPart(f"{whose}adapters", sizes["weights"], f"{number:,} parameters on this rank, float32"),
+        MemoryPart(f"{whose}gradients", sizes["gradients"], "of the adapters, float32 sums"),
+        MemoryPart(f"{whose}optimizer", sizes["optimizer"], "AdamW's moments of the adapters, float32"),
+    ]
+
+
 def _frozen_parts(
     config: Config, model: ModelShape, shares: Shares, teacher: ModelShape | None, critic: ModelShape | None
 ) -> list[MemoryPart]:
@@ -339,17 +374,28 @@ def _frozen_parts(
     width = WEIGHT_BYTES[config.model.dtype]
     own = rank_parameters(model, shares).total * width
     parts = []
+    keeps_values = critic is not None and config.train.steps_per_batch > 1
+    if config.adapter.is_given:
+        # All have the weights of those in training: the reference is the base, old ones have adapters of their own.
+        copies = (config.algorithm.old_policy in ("model", "lagged")) + keeps_values
+        size = copies * adapter_parameters(config.adapter, model, shares) * WIDE_BYTES
+        parts += [MemoryPart("old adapters", size, f"{copies} beside the same weights")] * (copies > 0)
+        return parts + _teacher_part(teacher, shares, width)
     if config.algorithm.kl_coef > 0:
         parts.append(MemoryPart("reference", own, "algorithm.kl_coef is above 0"))
     if config.algorithm.old_policy in ("model", "lagged"):
         parts.append(MemoryPart("old policy", own, f"algorithm.old_policy = {config.algorithm.old_policy!r}"))
-    if teacher is not None:
-        size = rank_parameters(teacher, shares).total * width
-        parts.append(MemoryPart("teacher", size, "algorithm.teacher"))
-    if critic is not None and config.train.steps_per_batch > 1:
+    parts += _teacher_part(teacher, shares, width)
+    if critic is not None and keeps_values:
         size = rank_parameters(critic, shares).total * width
         parts.append(MemoryPart("critic's old values", size, "train.steps_per_batch is above 1"))
     return parts
+
+
+def _teacher_part(teacher: ModelShape | None, shares: Shares, width: int) -> list[MemoryPart]:
+    if teacher is None:
+        return []
+    return [MemoryPart("teacher", rank_parameters(teacher, shares).total * width, "algorithm.teacher")]
 
 
 def _optimizer_phase(own: RankParameters, device: str) -> MemoryPart:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from async_rl.checks.preflight.adapter import require_adapters
 from async_rl.checks.preflight.data import require_evaluation_sets, require_prompts
 from async_rl.checks.preflight.layout import require_layout
 from async_rl.checks.preflight.model import (
@@ -121,6 +122,7 @@ def _require_model(config: Config, trains: bool, serves: bool, is_whole: bool, n
     if trains:
         checks.append(lambda: require_trainable(config, files, is_whole=is_whole))
         checks.append(lambda: require_exact(config, files))
+        checks.append(lambda: require_adapters(config, files))
         checks.append(lambda: require_other_models(config, files, num_ranks, is_whole=is_whole))
         checks.append(lambda: config.require_prompts_for(num_ranks))
         checks.append(lambda: require_layout(config.trainer, files.shape, num_ranks))

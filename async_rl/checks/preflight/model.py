@@ -382,6 +382,7 @@ def require_exact(config: Config, files: ModelFiles) -> None:
         "inference.engine": (config.inference.engine, "transformers"),
         "trainer.tensor_parallel": (config.trainer.tensor_parallel, 1),
         "trainer.pipeline_parallel": (config.trainer.pipeline_parallel, 1),
+        "adapter.rank": (config.adapter.rank, None),
     }
     for key, (value, expected) in needed.items():
         if value != expected:

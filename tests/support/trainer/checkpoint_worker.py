@@ -100,6 +100,7 @@ def make_trainer(config: Config, parallel: Parallel) -> MegatronTrainer:
         config.algorithm,
         config.optimizer,
         config.train,
+        config.adapter,
     )
 
 
@@ -118,7 +119,7 @@ def train_elementwise(trainer: MegatronTrainer, iteration: int) -> None:
     if trainer.critic is not None:
         trained.append((trainer.critic.model, trainer.critic.optimizer))
     for model, optimizer in trained:
-        for parameter in model.parameters():
+        for parameter in (each for each in model.parameters() if each.requires_grad):
             parameter.main_grad.copy_(torch.sin(7 * parameter.detach().float() + iteration))
         optimizer.step(optimizer.gradient_norm())
     trainer.discard()

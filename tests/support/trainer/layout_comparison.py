@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.method.token_arrays import Logprobs
 from async_rl.method.types import Group
@@ -22,6 +23,7 @@ from tests.support.trainer import layout_worker
 from tests.support.trainer.bf16_bound import EPS, LEARNING_RATE, bound, roundings
 from tests.support.trainer.layout_matrix import PACKED_TOKENS, Case
 from tests.support.trainer.layout_worker import Job
+from tests.support.trainer.random_adapters import ALL, ATTENTION, random_adapters
 from trainer.forward_backward import Pass, make_passes
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
@@ -64,12 +66,14 @@ class OneRank:
     parallel: Parallel
     groups: list[Group]
     checkpoints: dict[Any, Path] = field(default_factory=dict)
-    sampled: dict[Path, list[Group]] = field(default_factory=dict)
+    sampled: dict[Any, list[Group]] = field(default_factory=dict)
     trained: dict[Any, Trained] = field(default_factory=dict)
+    adapters: dict[Path, AdapterSection] = field(default_factory=dict)
 
     def job(self, case: Case, number: int = 0) -> Job:
         checkpoint = self._checkpoint(case)
-        groups = self._sample(checkpoint)
+        adapter = self._adapter(case)
+        groups = self._sample(checkpoint, adapter)
         bf16: dict[str, Any] = {"optimizer": {"learning_rate": LEARNING_RATE}, "eps": EPS}
         return Job(
             str(number),
@@ -80,11 +84,12 @@ class OneRank:
             {"kl_coef": 0.1 if case.reference else 0.0, "old_policy": case.old_policy, **(PPO if case.critic else {})},
             **(bf16 if case.dtype == "bfloat16" else {}),
             dtype=case.dtype,
+            adapter=adapter,
         )
 
     def expected(self, case: Case) -> Trained:
         """The result of one rank in float32: everything packed and nothing recomputed."""
-        key = (self._checkpoint(case), case.reference, case.old_policy, case.critic)
+        key = (self._checkpoint(case), case.reference, case.old_policy, case.critic, case.adapters)
         if key not in self.trained:
             job = replace(self.job(case), layout={}, dtype="float32")
             trainer = layout_worker.make_trainer(job, self.parallel, TrainerSection(micro_batch_tokens=PACKED_TOKENS))
@@ -110,17 +115,29 @@ class OneRank:
             save_file(weights, rounded / WEIGHTS, {"format": "pt"})
         return rounded
 
-    def _sample(self, checkpoint: Path) -> list[Group]:
+    def _adapter(self, case: Case) -> dict[str, Any]:
+        """The `[adapter]` section of the case: random ones to start from, which experts have none of."""
+        if not case.adapters:
+            return {}
+        model = self._checkpoint(case)
+        path = model.with_name(f"{model.name} adapters")
+        if path not in self.adapters:
+            self.adapters[path] = random_adapters(model, path, ATTENTION if case.experts else ALL)
+        return self.adapters[path].model_dump()
+
+    def _sample(self, checkpoint: Path, adapter: dict[str, Any]) -> list[Group]:
         """The groups as if sampled from the checkpoint: with the log-probs that a single process computes."""
-        if checkpoint not in self.sampled:
-            trainer = layout_worker.make_trainer(Job("", str(checkpoint), [], {}), self.parallel, TrainerSection())
+        key = (checkpoint, bool(adapter))
+        if key not in self.sampled:
+            job = Job("", str(checkpoint), [], {}, adapter=adapter)
+            trainer = layout_worker.make_trainer(job, self.parallel, TrainerSection())
             passes = [make_passes([[group]], self.parallel, 1.0, PACKED_TOKENS) for group in self.groups]
             with torch.no_grad():
-                self.sampled[checkpoint] = [
+                self.sampled[key] = [
                     with_logprobs(group, a_pass, a_pass.logprobs(trainer.models.policy_model))
                     for group, (a_pass,) in zip(self.groups, passes, strict=True)
                 ]
-        return self.sampled[checkpoint]
+        return self.sampled[key]
 
 
 def copy_of_weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:

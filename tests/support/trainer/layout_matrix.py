@@ -87,6 +87,7 @@ class Case:
     frozen_weights: str = "device"
     old_policy: str = "reuse"
     critic: bool = False
+    adapters: bool = False
     dtype: str = "float32"
     family: str = ""
     ragged: bool = False
@@ -130,6 +131,7 @@ class Case:
             *[f"frozen on {self.frozen_weights}"] * (self.frozen_weights != "device"),
             *[f"old policy {self.old_policy}"] * (self.old_policy != "reuse"),
             *["critic"] * self.critic,
+            *["adapters"] * self.adapters,
             *[self.dtype] * (self.dtype != "float32"),
             *[self.family] * bool(self.family),
             *["ragged"] * self.ragged,
@@ -208,12 +210,14 @@ def deepseek_cases(num_ranks: int) -> list[Case]:
 
 
 def with_frozen_models(some: Iterable[Case]) -> list[Case]:
-    """Each case with every choice of models besides the policy."""
-    choices = list(product((True, False), ("device", "host"), ("reuse", "model", "lagged"), (False, True)))
+    """Each case with every choice of models besides the policy, and of what is trained of this."""
+    choices = list(
+        product((True, False), ("device", "host"), ("reuse", "model", "lagged"), (False, True), (False, True))
+    )
     return [
-        replace(case, reference=reference, frozen_weights=frozen, old_policy=old, critic=critic)
+        replace(case, reference=reference, frozen_weights=frozen, old_policy=old, critic=critic, adapters=adapters)
         for case in some
-        for reference, frozen, old, critic in choices
+        for reference, frozen, old, critic, adapters in choices
     ]
 
 

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import save_file
 
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection
@@ -47,6 +48,7 @@ class Job:
     optimizer: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     eps: float = 1e-3
+    adapter: dict[str, Any] = field(default_factory=dict)
 
     @property
     def placement(self) -> dict[str, Any]:
@@ -92,6 +94,7 @@ def make_trainer(job: Job, parallel: Parallel, section: TrainerSection) -> Megat
             AlgorithmSection(**{"kl_coef": 0.1, **job.algorithm}),
             OptimizerSection(**{"learning_rate": LEARNING_RATE, **job.optimizer}),
             TrainSection(iterations=10, **job.train),
+            AdapterSection(**job.adapter),
         )
 
 

@@ -1,0 +1,104 @@
+"""Whether the adapters that a config asks for fit its model, and those that it starts from; without torch."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from async_rl.checks.preflight.adapter_sizes import ATTENTION, linear_sizes, targeted
+from async_rl.checks.preflight.model import ModelFiles
+from async_rl.config.adapter_section import ALL_LINEAR, AdapterSection
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from async_rl.shared.model_shape import ModelShape
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+UNHELD = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_rslora": False,
+    "use_dora": False,
+    "alora_invocation_tokens": None,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+}
+"""Keys of adapter_config.json that change what an adapter computes, with the only value that is held."""
+
+PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Keys whose patterns give some layers another rank or alpha; peft writes patterns that match no layer, too."""
+
+
+def require_adapters(config: Config, files: ModelFiles) -> None:
+    """Checks the `[adapter]` section against the model, and against the directory that it names.
+
+    Raises:
+        ConfigError: they do not fit; names the key, its value and the remedy.
+    """
+    adapter = config.adapter
+    if not adapter.is_given:
+        return
+    shape = files.shape
+    for fault in _faults_of_model(adapter, shape, files.name, config.trainer.tensor_parallel):
+        raise ConfigError(fault)
+    if adapter.path is not None:
+        for fault in _faults_of_path(adapter, shape, adapter.path):
+            raise ConfigError(f"{str(adapter.path)!r} (adapter.path) {fault}")
+
+
+def _faults_of_model(adapter: AdapterSection, shape: ModelShape, name: str, tensor_parallel: int) -> Iterator[str]:
+    if shape.latents is not None:
+        yield (
+            f"adapter.rank is {adapter.rank}, but model.path {name!r} has latent attention, whose layers have no "
+            "adapters: leave adapter.rank out to train all weights"
+        )
+    others = [target for target in adapter.targets if target not in ATTENTION]
+    if shape.experts is not None and others:
+        yield (
+            f"adapter.targets has {others[0]!r}, but the feed-forward parts of model.path {name!r} are experts, which "
+            f"have no adapters: name some of {', '.join(ATTENTION)}"
+        )
+    if shape.num_kv_heads < tensor_parallel:
+        yield (
+            f"adapter.rank is {adapter.rank} with trainer.tensor_parallel = {tensor_parallel}: ranks that share one of "
+            f"the model's {shape.num_kv_heads} key / value heads have no adapters: lower trainer.tensor_parallel"
+        )
+    for layer, sizes in targeted(adapter, linear_sizes(shape)).items():
+        if adapter.rank is not None and adapter.rank > min(sizes):
+            yield (
+                f"adapter.rank is {adapter.rank}, more than {layer} of model.path {name!r} has rows or columns "
+                f"({sizes[0]} x {sizes[1]}): {min(sizes)} is all that it can change; lower it"
+            )
+
+
+def _faults_of_path(adapter: AdapterSection, shape: ModelShape, path: Path) -> Iterator[str]:
+    try:
+        found: dict[str, Any] = json.loads((path / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        yield f"has no {CONFIG_FILE} that can be read: {error}; name a directory that peft has saved"
+        return
+    if not isinstance(found, dict) or found.get("peft_type") != "LORA":
+        kind = found.get("peft_type") if isinstance(found, dict) else found
+        yield f"has peft_type = {kind!r}: only 'LORA' is held"
+        return
+    if not (path / WEIGHTS_FILE).is_file():
+        yield f"has no {WEIGHTS_FILE}: save the adapters as safetensors"
+    for key, held in UNHELD.items():
+        # What is empty has no effect.
+        if (value := found.get(key, held)) != held and (value or held):
+            yield f"has {key} = {value!r}: only {held!r} is held"
+    layers = [f"model.layers.{i}.{name}" for i in range(shape.num_layers) for name in linear_sizes(shape)]
+    for key in PATTERNS:
+        for pattern in found.get(key) or {}:
+            # As peft matches them.
+            if any(re.match(rf"(.*\.)?({pattern})$", layer) for layer in layers):
+                yield f"has {key} for {pattern!r}: all layers need the same"
+    for key, name, value in (("r", "rank", adapter.rank), ("lora_alpha", "alpha", adapter.alpha)):
+        if found.get(key) != value:
+            yield f"has {key} = {found.get(key)!r}, but adapter.{name} is {value!r}: set it to that"
+    theirs = found.get("target_modules")
+    if theirs != ALL_LINEAR and not isinstance(theirs, list):
+        yield f"has target_modules = {theirs!r}: only a list of names is held"

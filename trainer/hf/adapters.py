@@ -1,0 +1,140 @@
+"""Adapters as peft has them: a directory with adapter_config.json and adapter_model.safetensors."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from async_rl.checks.preflight.adapter import CONFIG_FILE, UNHELD, WEIGHTS_FILE
+from async_rl.config.adapter_section import AdapterSection
+from async_rl.errors import ConfigError
+from async_rl.shared.files import replace_directory, write_failed
+from trainer.hf.checkpoint import save_tensors
+from trainer.hf.weight_map import COLUMNS, Layout, SlicedQKV, WeightEntry, weight_map
+from trainer.model.adapters import Adapter, Matrix, add_output
+from trainer.model.gpt import SharedPromptGPT
+
+PREFIX = "base_model.model."
+
+
+def add_adapters(model: SharedPromptGPT, section: AdapterSection) -> None:
+    """Gives the targeted layers new adapters, which change nothing yet, and freezes all else but a critic's head.
+
+    A is uniform as in peft (Kaiming's with a = sqrt 5), the same under any layout; B is 0.
+    """
+    parallel = model.parallel
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(model.shape.gives_values and name == "output_layer.weight")
+    for entry in weight_map(model.shape, Layout.of(parallel)):
+        if not entry.is_on(parallel) or not _has_adapter(entry, section):
+            continue
+        assert not isinstance(entry.fusion, SlicedQKV), "ranks that share a key / value head have no adapters"
+        shards = entry.shards(parallel.tp_rank, parallel.tp_size)
+        matrices = [
+            Matrix(name.removesuffix(".weight"), (shape[0], shape[1]), rows, columns, section.targets_layer(name))
+            for (name, shape), (rows, columns) in zip(entry.hf_shapes.items(), shards, strict=True)
+        ]
+        adapter = Adapter(
+            matrices,
+            entry.fusion.merge,
+            section,
+            by_columns=entry.divided == COLUMNS,
+            shares_rows=parallel.tp_size > 1,
+        )
+        layer = model.get_submodule(entry.megatron_name.removesuffix(".weight"))
+        layer.add_module("adapter", adapter.to(parallel.device.DEVICE))
+        layer.register_forward_hook(add_output)
+        model.adapters[entry.megatron_name] = adapter
+
+
+def start_adapters(model: SharedPromptGPT, section: AdapterSection) -> None:
+    """Gives a model adapters: new ones, or this rank's parts of those in `section.path`.
+
+    Raises:
+        ConfigError: they are not there, or do not fit the model.
+    """
+    add_adapters(model, section)
+    if section.path is None:
+        return
+    path = section.path / WEIGHTS_FILE
+    try:
+        with safe_open(path, framework="pt") as file, torch.no_grad():
+            names = set(file.keys())
+            for adapter in model.adapters.values():
+                for factor, name, whole, at in _placed(adapter):
+                    if name not in names:
+                        raise ConfigError(
+                            f"{str(path)!r} (adapter.path) has no {name!r}, which adapter.targets ask for"
+                        )
+                    stored = file.get_slice(name)
+                    if tuple(stored.get_shape()) != whole:
+                        raise ConfigError(
+                            f"{str(path)!r} (adapter.path): {name!r} has shape {stored.get_shape()}, and the model "
+                            f"with adapter.rank = {section.rank} needs {list(whole)}: these adapters are another "
+                            "model's, or of another rank"
+                        )
+                    factor.copy_(stored[at])
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"adapter.path: {str(path)!r} cannot be read: {error}") from error
+    targeted = {name for adapter in model.adapters.values() for name in adapter.a}
+    if unknown := sorted(name for name in names if name.split(".")[-3] not in targeted):
+        raise ConfigError(
+            f"{str(path)!r} (adapter.path) has {unknown[0]!r}, which is not among adapter.targets: add it there"
+        )
+
+
+def _has_adapter(entry: WeightEntry, section: AdapterSection) -> bool:
+    """Whether a weight is that of a targeted linear layer; of a matrix that holds several, one of them is enough."""
+    is_linear = entry.divided is not None and entry.index is None and ".layers." in entry.megatron_name
+    return is_linear and entry.megatron_name.endswith(".weight") and any(map(section.targets_layer, entry.hf_shapes))
+
+
+def save_adapters(model: SharedPromptGPT, section: AdapterSection, base: str, path: Path) -> None:
+    """Writes the adapters of a whole model, on one rank, to the directory `path`, as peft and vLLM load them.
+
+    Args:
+        base: the model that they belong to, by its path or name on the hub.
+
+    Raises:
+        WriteFailed: a file cannot be written.
+    """
+    assert model.parallel.num_ranks == 1, "adapters are saved by one rank"
+    placed = [each for adapter in model.adapters.values() for each in _placed(adapter)]
+    tensors = {name: factor.detach().cpu().contiguous() for factor, name, _, _ in placed}
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": section.rank,
+        "lora_alpha": section.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name for adapter in model.adapters.values() for name in adapter.a}),
+        "inference_mode": True,
+        **{key: value for key, value in UNHELD.items() if value is not None},
+    }
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        save_tensors(tensors, partial / WEIGHTS_FILE, {"format": "pt"})
+        (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        replace_directory(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise write_failed(path, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+Placed = tuple[torch.Tensor, str, tuple[int, ...], tuple[slice, ...]]
+
+
+def _placed(adapter: Adapter) -> list[Placed]:
+    """(A factor's part of this rank, its name in peft's file, the shape of the whole, where the part is in it)."""
+    found: list[Placed] = []
+    for factor in adapter.parameters():
+        key, whole, offset = adapter.whole[id(factor)]
+        at = tuple(slice(start, start + size) for start, size in zip(offset, factor.shape, strict=True))
+        found.append((factor, f"{PREFIX}{key}.weight", whole, at))
+    return found
