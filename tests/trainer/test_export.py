@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -15,7 +16,7 @@ from async_rl.errors import ConfigError, WriteFailed
 from async_rl.method.types import Group
 from tests.support.full_disk import largest_file
 from tests.support.trainer.checkpoint_worker import Run
-from trainer.checkpoint.files import checkpoint_path
+from trainer.checkpoint.files import checkpoint_path, read_manifest, seal, weights_digest
 from trainer.checkpoint.policy_export import export_policy
 from trainer.export import choose_checkpoint, require_empty
 from trainer.forward_backward import make_passes
@@ -123,3 +124,53 @@ def test_what_cannot_be_written_is_named_and_leaves_nothing(
     with largest_file(8192 if cause == "a full disk" else 2**30), pytest.raises(WriteFailed, match="cannot write"):
         export_policy(choose_checkpoint(tmp_path / "run", None), place / "out", parallel)
     assert place.is_file() or not list(place.iterdir())
+
+
+def test_adapters_are_written_as_peft_loads_them_or_merged(
+    make_run: Callable[..., MegatronTrainer],
+    tiny_model: Callable[..., Path],
+    parallel: Parallel,
+    ragged_groups: list[Group],
+    tmp_path: Path,
+) -> None:
+    trainer = make_run(adapter={"rank": 3})
+    checkpoint = checkpoint_path(tmp_path / "run/checkpoints", 2)
+    export_policy(checkpoint, tmp_path / "out", parallel)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    export_policy(checkpoint, tmp_path / "merged", parallel, merges=True)
+    written = load_file(tmp_path / "merged/model.safetensors")
+    for spec, tensor in trainer.export.stream():
+        assert torch.equal(written[spec.name], tensor), spec.name
+    group = ragged_groups[0]
+    tokens = torch.tensor([[*group.prompt.token_ids, *group.responses[0].token_ids]])
+    models = (
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
+    )
+    with torch.no_grad():
+        adapted, merged = (model(tokens).logits for model in models)
+    torch.testing.assert_close(adapted, merged, rtol=1e-4, atol=1e-4)
+    # Steps as large as these change what it says.
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"))(tokens).logits
+    assert float((merged - base).abs().max()) > 1e-2
+
+
+def test_adapters_beside_other_weights_than_those_they_were_trained_beside_are_refused(
+    make_run: Callable[..., MegatronTrainer], tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    make_run(adapter={"rank": 3})
+    checkpoint = checkpoint_path(tmp_path / "run/checkpoints", 2)
+    content = read_manifest(checkpoint)
+    digest = weights_digest(tiny_model("qwen3"))
+    seal_again(checkpoint, {**content, "contents": {"prompts": {}, "reward": "", "base": digest}})
+    export_policy(checkpoint, tmp_path / "out", parallel)
+    with pytest.raises(ConfigError, match=f"have the digest .*, but had {digest}: name that model by --model"):
+        export_policy(checkpoint, tmp_path / "other", parallel, str(tiny_model("qwen3", seed=1)))
+
+
+def seal_again(checkpoint: Path, content: dict[str, Any]) -> None:
+    """With another manifest."""
+    partial = checkpoint.with_name("partial")
+    checkpoint.rename(partial)
+    seal(partial, checkpoint, content)

@@ -154,7 +154,7 @@ class PolicyOptimizer:
 
 def _make_adam(section: OptimizerSection, policy: DistributedDataParallel, distributed: bool) -> MegatronOptimizer:
     # Adapters are float32 beside a model in bfloat16.
-    bf16 = next(p for p in policy.parameters() if p.requires_grad).dtype == torch.bfloat16
+    bf16 = any(p.dtype == torch.bfloat16 for p in policy.parameters() if p.requires_grad)
     config = OptimizerConfig(
         optimizer="adam",
         lr=section.learning_rate,

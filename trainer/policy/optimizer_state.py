@@ -76,6 +76,8 @@ def _masters(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int,
         for parameters, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             for parameter, master in zip(parameters, masters, strict=True):
                 yield parameter, 0, master
+        for parameter in (each for group in part.fp32_from_fp32_groups for each in group):
+            yield parameter, 0, parameter
     else:
         assert isinstance(part, FP32Optimizer), f"unknown optimizer {type(part)}"
         for group in groups:

@@ -165,6 +165,38 @@ def test_experts_move_between_expert_parallel_ranks_and_one(
     assert_same(tmp_path / "3/iteration-000003", tmp_path / "1/iteration-000003")
 
 
+@pytest.mark.distributed
+def test_adapters_go_on_bit_for_bit_under_any_layout_without_the_weights_below(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    """One rank, tensor parallel, pipeline, one rank; with an old policy and a critic, which have adapters of theirs."""
+    model = tiny_model("qwen3", tied=True)
+    sections = {
+        "adapter": {"rank": 3},
+        "algorithm": {"name": "ppo", "old_policy": "lagged"},
+        "model": {"dtype": "bfloat16"},
+    }
+
+    def stage(number: int, name: str, before: str | None, **options: Any) -> Run:
+        load = None if before is None else str(tmp_path / before / f"iteration-00000{number - 1}")
+        settings = {**sections, "trainer": options}
+        return Run(str(model), str(tmp_path / name), number, (number,), settings, load)
+
+    stage(1, "one", None)(parallel)
+    start(
+        tmp_path,
+        ({"tensor_parallel": 2}, [stage(2, "tensor", "one", tensor_parallel=2)]),
+        ({"pipeline_parallel": 2}, [stage(3, "pipeline", "tensor", pipeline_parallel=2)]),
+    )
+    stage(4, "again", "pipeline")(parallel)
+    Run(str(model), str(tmp_path / "whole"), 4, (1, 2, 3, 4), sections)(parallel)
+    for number, name in enumerate(("one", "tensor", "pipeline", "again"), start=1):
+        checkpoint = f"iteration-00000{number}"
+        assert_same(tmp_path / name / checkpoint, tmp_path / "whole" / checkpoint)
+    names = {name.split(".", 1)[1] for name in whole_tensors(tmp_path / "again/iteration-000004")}
+    assert {name for name in names if "lora" not in name} == {"output_layer.weight"}, "the critic's head"
+
+
 def test_boxes_hold_each_element_of_the_range_once_and_in_order() -> None:
     rng = random.Random()
     for _ in range(200):
