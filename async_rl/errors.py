@@ -7,6 +7,7 @@ AsyncRLError
 │   └── RunDirInUse                 another run is using the run's directory
 ├── OnPolicyViolation               the batch's on-policy proof fails: no optimizer step is taken
 ├── NonFiniteGradient               the gradient is infinite or NaN, too often in a row
+├── UpdatesRoundedAway              what an adapter has learned is lost where it is merged into published weights
 ├── InstanceError                   one inference instance failed a call
 │   ├── InstanceUnreachable         no response in time
 │   │   ├── ConnectionLost          no connection, or it was lost
@@ -74,6 +75,12 @@ class OnPolicyViolation(AsyncRLError):
 
 class NonFiniteGradient(AsyncRLError):
     """The gradient is infinite or NaN, as in the steps before; no optimizer step was taken with it."""
+
+    may_pass = False
+
+
+class UpdatesRoundedAway(AsyncRLError):
+    """An adapter's update is lost in the rounding of the published weights; the rollouts are those of the base."""
 
     may_pass = False
 

@@ -50,6 +50,7 @@ from trainer.hf.weight_export import WeightExport
 from trainer.loss_sums import LossSums, rollout_kl
 from trainer.parallel import Parallel
 from trainer.policy.canary_weights import CanaryWeights
+from trainer.policy.merge_watch import MergeWatch
 from trainer.policy.optimizer import PolicyOptimizer
 from trainer.policy.tri_model import Frozen, load_tri_model
 from trainer.policy.turns import Turns
@@ -123,6 +124,7 @@ class MegatronTrainer:
         )
         self.export = WeightExport(self.models.policy_model)
         self.canary_weights = CanaryWeights(self.models.policy_model)
+        self._merges = MergeWatch(self.models.policy_model)
         self.turns = Turns(self._trained, self._frozen, parallel.device.DEVICE, takes_turns=takes_turns)
         self._feed = GroupFeed(parallel, section)
         self._totals: Totals | None = None
@@ -223,12 +225,15 @@ class MegatronTrainer:
 
         Raises:
             NonFiniteGradient: on all ranks, if too many steps in a row were skipped.
+            UpdatesRoundedAway: on all ranks, if the last publishes were without what an adapter has learned.
         """
         # A replica that got no group has not needed its memory until now.
         self.turns.take()
-        own = [self._own_totals() if self._reports else {}, memory_peaks(self._parallel.device.DEVICE)]
+        totals = self._own_totals() if self._reports else {}
+        own = [totals, memory_peaks(self._parallel.device.DEVICE), self._merges.own()]
         of_ranks = self._parallel.gather_json(own)
-        sums = Counter(added(part for part, _ in of_ranks))
+        of_merges = self._merges.note((merges for *_, merges in of_ranks), is_new=self._samples)
+        sums = Counter(added(part for part, *_ in of_ranks))
         totals = {name.removeprefix("total/"): value for name, value in sums.items() if name.startswith("total/")}
         assert sums["tokens"], "optimizer_step() without an accumulated group"
         # Where nothing counts the gradient is 0.
@@ -260,7 +265,8 @@ class MegatronTrainer:
         if self.critic is not None:
             metrics |= self.critic.metrics(sums, sums["tokens"]) | {"critic_grad_norm": norm_of_critic[0]}
         loss = sums["loss"] / denominator
-        peaks = [highest(each) for each in zip(*(peaks for _, peaks in of_ranks), strict=True)]
+        metrics |= of_merges
+        peaks = [highest(each) for each in zip(*(peaks for _, peaks, _ in of_ranks), strict=True)]
         return StepStats(loss, grad_norm, learning_rate, metrics, int(sums["untrained"]), skipped, *peaks)
 
     def discard(self) -> None:

@@ -65,6 +65,8 @@ class Adapter(torch.nn.Module):
         super().__init__()
         assert section.rank is not None, "no adapters are asked for"
         self.is_on = True
+        self.last_merge: torch.Tensor | None = None
+        """Of this rank in its last publish, int64 [3]: (changed values, values, whether B is not 0)."""
         self.whole: dict[int, tuple[str, tuple[int, ...], tuple[int, ...]]] = {}
         """id(factor) -> (name, shape of the whole factor, where this rank's part begins)."""
         self.a, self.b = torch.nn.ParameterDict(), torch.nn.ParameterDict()
@@ -102,7 +104,11 @@ class Adapter(torch.nn.Module):
         wide = torch.promote_types(weight.dtype, torch.float32)
         with torch.no_grad():
             change = self._outer().to(wide) @ torch.cat(list(self.a.values())).to(wide)
-            return torch.add(weight.to(wide), change, alpha=self._scale).to(weight.dtype)
+            merged = torch.add(weight.to(wide), change, alpha=self._scale).to(weight.dtype)
+            has_update = torch.stack([factor.any() for factor in self.b.values()]).any()
+            num_values = torch.tensor(merged.numel(), device=merged.device)
+            self.last_merge = torch.stack([(merged != weight).sum(), num_values, has_update.long()])
+            return merged
 
     def _outer(self) -> torch.Tensor:
         """The factors B of all layers as one, [outputs of this rank, their ranks], 0 where a row is another layer's."""

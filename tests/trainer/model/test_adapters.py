@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.checks.preflight.adapter import WEIGHTS_FILE
 from async_rl.config.adapter_section import AdapterSection
+from async_rl.errors import UpdatesRoundedAway
 from async_rl.method.types import Group
 from async_rl.shared.model_families import TABLE
 from tests.support.trainer.random_adapters import ALL, ALPHA, ATTENTION, RANK, random_adapters
@@ -19,7 +20,7 @@ from tests.trainer.test_trainer import num_labels, relative_error, with_logprobs
 from trainer.devices import cpu_ops
 from trainer.forward_backward import make_passes
 from trainer.hf.adapters import PREFIX, save_adapters
-from trainer.policy import optimizer
+from trainer.policy import merge_watch, optimizer
 from trainer.policy.frozen_adapters import FrozenAdapters
 from trainer.trainer import MegatronTrainer
 
@@ -220,3 +221,28 @@ def test_in_bfloat16_the_gap_to_float64_is_the_bases_own(
         narrow, wide = (make_trainer(base, dtype=dtype, adapter=given) for dtype in ("bfloat16", "float32"))
         gaps.append(float((logprobs(narrow, ragged_groups) - logprobs(wide, ragged_groups)).abs().mean()))
     assert gaps[1] < 3 * gaps[0], gaps
+
+
+def test_what_rounding_leaves_is_counted_and_an_update_that_is_lost_ends_the_run(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
+) -> None:
+    trainer = make_trainer(tiny_model("qwen3"), dtype="bfloat16", adapter=NEW, learning_rate=1e-12)
+    factors = [b for adapter in trainer.models.policy_model.adapters.values() for b in adapter.b.values()]
+
+    def step(published: int) -> dict[str, float]:
+        for _ in range(published):
+            weights(trainer)
+            trainer.before_publish()
+        trainer.accumulate([[ragged_groups[0]]])
+        return trainer.optimizer_step().metrics
+
+    assert "merged_share" not in step(0) and step(1)["merged_share"] == 0.0
+    for factor in factors:
+        factor.data.fill_(0.5)
+    assert step(2)["merged_share"] > 0.9
+    for factor in factors:
+        factor.data.fill_(1e-9)
+    for _ in range(merge_watch.MAX_UNCHANGED - 1):
+        assert step(1)["merged_share"] == 0.0
+    with pytest.raises(UpdatesRoundedAway, match=r"the adapter of stage 0, decoder\.layers.* has an update"):
+        step(1)

@@ -47,7 +47,12 @@ def test_what_fits_passes(tmp_path: Path) -> None:
         ("tiny DeepSeek-V3", {}, {}, r"adapter\.rank is 8, but model.path .* has latent attention.*leave"),
         ("Qwen/Qwen3-30B-A3B", {}, {}, r"adapter\.targets has 'all-linear', but .* are experts.*name some of q_proj"),
         ("Qwen/Qwen3-30B-A3B", {}, {"targets": ["q_proj", "up_proj"]}, r"adapter\.targets has 'up_proj', but"),
-        ("Qwen/Qwen3-8B", {"tensor_parallel": 16}, {}, r"ranks that share one of the model's 8 key / value heads.*lower"),
+        (
+            "Qwen/Qwen3-8B",
+            {"tensor_parallel": 16},
+            {},
+            r"ranks that share one of the model's 8 key / value heads.*lower",
+        ),
         ("Qwen/Qwen3-8B", {}, {"rank": 1025}, r"adapter\.rank is 1025, more than self_attn\.k_proj.*\(1024 x 4096\)"),
     ],
 )
@@ -82,7 +87,7 @@ def test_a_damaged_directory_is_named(text: str, tmp_path: Path) -> None:
         require(tmp_path, path=path)
     (Path(path) / CONFIG_FILE).write_text(json.dumps(SAVED))
     (Path(path) / WEIGHTS_FILE).unlink()
-    with pytest.raises(ConfigError, match="has no adapter_model.safetensors"):
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors"):
         require(tmp_path, path=path)
 
 
