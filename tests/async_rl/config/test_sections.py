@@ -147,6 +147,9 @@ def test_an_argument_of_an_engine_has_no_zero_character(config_file: Path) -> No
 
 WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     "reward.column=which": ('--reward.parts=[{name = "math"}]',),
+    "adapter.alpha=16": ("--adapter.rank=8",),
+    'adapter.targets=["q_proj"]': ("--adapter.rank=8",),
+    "adapter.path=saved": ("--adapter.rank=8",),
     "algorithm.teacher_coef=2": ("--algorithm.teacher=t",),
     "inference.tensor_parallel=2": ("--inference.engine=vllm",),
     'inference.engine_options=["--x"]': ("--inference.engine=vllm",),
