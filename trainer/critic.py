@@ -33,7 +33,7 @@ from trainer.forward_backward import Pass
 from trainer.hf.adapters import add_adapters
 from trainer.hf.weights import load_hf_weights
 from trainer.loss_sums import sampled_logprobs
-from trainer.model.gpt import SharedPromptGPT, build_model
+from trainer.model.gpt import RankModel, SharedPromptGPT, build_model
 from trainer.model.logprobs import Scores
 from trainer.parallel import Parallel
 from trainer.policy.frozen_adapters import FrozenAdapters
@@ -45,9 +45,9 @@ from trainer.policy.tri_model import Frozen, with_gradient_sums
 class ValueGPT(SharedPromptGPT):
     """This rank's part; the head stands where a GPT has its output layer, under the same name."""
 
-    def __init__(self, config: TransformerConfig, shape: ModelShape, parallel: Parallel) -> None:
+    def __init__(self, config: TransformerConfig, shape: ModelShape, parallel: Parallel, chunk: int = 0) -> None:
         assert shape.gives_values, "the shape is one of a model that gives log-probs"
-        super().__init__(config, shape, parallel)
+        super().__init__(config, shape, parallel, chunk)
         if self.post_process:
             self.output_layer = ValueHead(shape.hidden_size, config.params_dtype)
 
@@ -129,9 +129,9 @@ class Critic:
         self._terms: list[torch.Tensor] = []
 
     @property
-    def value_model(self) -> SharedPromptGPT:
+    def value_model(self) -> RankModel:
         """The model without its gradient buffers."""
-        model: SharedPromptGPT = self.model.module
+        model: RankModel = self.model.module
         return model
 
     def train(

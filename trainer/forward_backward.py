@@ -1,8 +1,8 @@
 """Forward and backward passes of a model over the micro-batches of a window.
 
-`PackedPass` runs whole micro-batches through Megatron's schedule (1F1B under pipeline parallelism, one after the other
-without); `TwoStagePass` runs responses of one prompt that are too long for a micro-batch. Both return, per micro-batch
-or micro-group, the log-probs of its sampled tokens on the last pipeline stage.
+`PackedPass` runs whole micro-batches through Megatron's schedule: one after the other, or 1F1B in a pipeline, or the
+interleaved one where its ranks have several chunks. `TwoStagePass` runs responses of one prompt that are too long for a
+micro-batch. Both return, per micro-batch or micro-group, the log-probs of its sampled tokens on the last stage.
 
 Shape legend: N sampled tokens of one micro-batch.
 """
@@ -23,7 +23,7 @@ from trainer.attention.prompt_cache import PromptCache
 from trainer.batching.group_slice import GroupSlice, slices_of, split_slice
 from trainer.batching.packing import pack_slices
 from trainer.batching.shared_prompt import MicroBatch, make_micro_batch, make_micro_group, make_prompt_rows
-from trainer.model.gpt import SharedPromptGPT
+from trainer.model.gpt import RankModel
 from trainer.model.pipeline_shapes import pipeline_arguments
 from trainer.parallel import Parallel
 
@@ -36,11 +36,11 @@ class Pass(Protocol):
     @property
     def micro_batches(self) -> Sequence[MicroBatch]: ...
 
-    def forward(self, model: SharedPromptGPT, loss_of: LossOf) -> None:
+    def forward(self, model: RankModel, loss_of: LossOf) -> None:
         """Forward only, for a model without gradients. `loss_of` runs on the last stage."""
         ...
 
-    def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
+    def logprobs(self, model: RankModel) -> list[torch.Tensor]:
         """Log-probs of each micro-batch, [N] each; an empty list before the last pipeline stage."""
         ...
 
@@ -57,14 +57,16 @@ def make_passes(window: Window, parallel: Parallel, temperature: float, max_toke
     Otherwise it runs in two stages, with its prompt computed once.
 
     Where experts span replicas, this is a collective of the replicas that share them: their ranks exchange tokens in
-    every layer, so they agree on the largest number of passes, and the other replicas run empty ones.
+    every layer, so they agree on the largest number of passes, and the other replicas run empty ones. The interleaved
+    schedule takes micro-batches in rounds of one for each stage: empty ones make the last round whole.
     """
     if parallel.pp_size > 1 or parallel.experts_span_replicas:
         planned = [slices for groups in window for slices in _fitting(groups, max_tokens, split=True)]
         (most,) = parallel.most_among_expert_peers(len(planned))
         if most == 0:
             return []
-        planned += [[]] * (most - len(planned))
+        rounds = parallel.pp_size if parallel.num_chunks > 1 else 1
+        planned += [[]] * (most + -most % rounds - len(planned))
         return [PackedPass([_lay_out(slices, parallel) for slices in planned], temperature)]
     return [
         TwoStagePass(slices[0], parallel, temperature, max_tokens)
@@ -82,10 +84,10 @@ class PackedPass:
         self.micro_batches = micro_batches
         self._temperature = temperature
 
-    def forward(self, model: SharedPromptGPT, loss_of: LossOf) -> None:
+    def forward(self, model: RankModel, loss_of: LossOf) -> None:
         self._run(model, loss_of, forward_only=True)
 
-    def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
+    def logprobs(self, model: RankModel) -> list[torch.Tensor]:
         logprobs: list[torch.Tensor] = []
 
         def keep(number: int, logprobs_N: torch.Tensor, *_: None) -> torch.Tensor:
@@ -96,15 +98,19 @@ class PackedPass:
         return logprobs
 
     def train(self, policy: DistributedDataParallel, loss_of: LossOf) -> None:
-        self._run(policy, loss_of, forward_only=False)
+        self._run(policy.module, loss_of, forward_only=False)
 
     def _run(
         self,
-        model: torch.nn.Module,
+        model: RankModel,
         loss_of: Callable[..., torch.Tensor],
         forward_only: bool,
         with_entropy: bool = True,
     ) -> None:
+        chunks = list(model.chunks)
+        # One iterator for each chunk: all of them read all micro-batches.
+        data = [iter(enumerate(self.micro_batches)) for _ in chunks]
+
         def forward_step(numbered: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> Any:
             number, micro_batch = next(numbered)
             made = model(micro_batch, self._temperature, with_entropy)
@@ -112,8 +118,8 @@ class PackedPass:
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(enumerate(self.micro_batches)),
-            model=model,
+            data_iterator=data if len(chunks) > 1 else data[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(self.micro_batches),
             # Not read: each micro-batch has its own number of rows.
             seq_length=1,
@@ -137,11 +143,11 @@ class TwoStagePass:
         ]
         self._temperature = temperature
 
-    def forward(self, model: SharedPromptGPT, loss_of: LossOf) -> None:
+    def forward(self, model: RankModel, loss_of: LossOf) -> None:
         for number, outputs in enumerate(self._forward(model, PromptCache())):
             loss_of(number, *outputs)
 
-    def logprobs(self, model: SharedPromptGPT) -> list[torch.Tensor]:
+    def logprobs(self, model: RankModel) -> list[torch.Tensor]:
         return [logprobs for logprobs, *_ in self._forward(model, PromptCache(), with_entropy=False)]
 
     def train(self, policy: DistributedDataParallel, loss_of: LossOf) -> None:
@@ -151,8 +157,9 @@ class TwoStagePass:
         cache.backward()
 
     def _forward(
-        self, model: SharedPromptGPT, cache: PromptCache, with_entropy: bool = True
+        self, whole: RankModel, cache: PromptCache, with_entropy: bool = True
     ) -> Iterator[tuple[torch.Tensor, Any, Any]]:
+        (model,) = whole.chunks
         prompt_TH = model.rows_for_logits(model.hidden(self._prompt_rows, cache))
         cache.begin_responses(prompt_TH[self._num_prompt_rows - 1 : self._num_prompt_rows])
         for micro_group in self.micro_batches:

@@ -65,6 +65,8 @@ class Parallel:
     ep_size: int
     expert_peers: dist.ProcessGroup
     """All ranks of the replicas that share experts with this replica, including its own."""
+    num_chunks: int = 1
+    """Parts of the model on each rank of a pipeline, Megatron's virtual stages: the ranks take turns part by part."""
 
     @property
     def is_main(self) -> bool:
@@ -164,9 +166,11 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     section.num_replicas(dist.get_world_size())
+    num_chunks = section.virtual_pipeline_parallel
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=section.tensor_parallel,
         pipeline_model_parallel_size=section.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
         expert_model_parallel_size=section.expert_parallel,
         # Experts are not divided.
         expert_tensor_parallel_size=1,
@@ -188,6 +192,7 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=section.expert_parallel,
         expert_peers=_make_expert_peers(section, dist.get_world_size(), dist.get_rank()),
+        num_chunks=num_chunks,
     )
 
 

@@ -17,6 +17,11 @@ class TrainerSection(Section):
         1, ge=1, description="ranks that share every layer's tensors, and its rows (sequence parallelism)"
     )
     pipeline_parallel: int = Field(1, ge=1, description="ranks that share the layers")
+    virtual_pipeline_parallel: int = Field(
+        1,
+        ge=1,
+        description="parts of the layers on each rank of a pipeline; above 1 its schedule is the interleaved one",
+    )
     expert_parallel: int = Field(
         1, ge=1, description="ranks of a pipeline stage that share the experts, across replicas if need be"
     )
@@ -62,6 +67,11 @@ class TrainerSection(Section):
                 f"{num_ranks} training ranks (trainer.num_processes) cannot form replicas of trainer.tensor_parallel x "
                 f"trainer.pipeline_parallel = {self.tensor_parallel} x {self.pipeline_parallel} = "
                 f"{self.ranks_per_replica} ranks: start a multiple of it"
+            )
+        if self.virtual_pipeline_parallel > 1 and self.pipeline_parallel == 1:
+            raise ConfigError(
+                f"trainer.virtual_pipeline_parallel is {self.virtual_pipeline_parallel}, but trainer.pipeline_parallel "
+                "is 1: ranks of a pipeline take turns with their parts; leave it at 1, or set more stages"
             )
         ranks_per_stage = num_ranks // self.pipeline_parallel
         if ranks_per_stage % self.expert_parallel:

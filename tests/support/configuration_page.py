@@ -37,7 +37,8 @@ and the remedy (the rule is in `async_rl/checks/preflight/layout.py`):
 
 - the ranks are a multiple of `tensor_parallel` x `pipeline_parallel`; the quotient is the number of replicas;
 - `tensor_parallel` divides attention heads, key / value heads, vocabulary and, without experts, the feed-forward size;
-  `pipeline_parallel` divides the layers;
+  `pipeline_parallel` x `virtual_pipeline_parallel` is at most the number of layers, and with `pipeline_parallel` = 1
+  the latter is 1;
 - `expert_parallel` divides the experts and the ranks of a stage (`tensor_parallel` x replicas), and is 1 without
   experts.
 
@@ -73,7 +74,8 @@ WHEN_TUNING = {
     "overlong_tokens old_policy importance teacher teacher_coef",
     "optimizer": "schedule min_learning_rate_ratio warmup_iterations weight_decay clip_grad_norm",
     "train": "steps_per_batch mode order exact",
-    "trainer": "tensor_parallel pipeline_parallel expert_parallel recompute micro_batch_tokens frozen_weights",
+    "trainer": "tensor_parallel pipeline_parallel virtual_pipeline_parallel expert_parallel recompute "
+    "micro_batch_tokens frozen_weights",
     "checkpoint": "keep",
     "inference": "tensor_parallel max_concurrency engine_options",
     "cluster": "max_instances max_restarts",

@@ -412,11 +412,10 @@ def test_a_run_with_a_critic_goes_on_bit_for_bit_under_another_layout(
     tiny_model: Callable[..., Path], reward_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:
     """One step each, by a function of each weight alone."""
-    stages = ["1", "tensor", "pipeline", "replicas", "1 again"]
-    model, options = (
-        str(tiny_model("qwen3", tied=True)),
-        {"critic_path": str(reward_model("qwen3")), "critic_learning_rate": 1e-2},
-    )
+    stages = ["1", "tensor", "pipeline", "interleaved", "replicas", "1 again"]
+    model = str(tiny_model("qwen3", tied=True, num_hidden_layers=4))
+    critic = str(reward_model("qwen3", num_hidden_layers=4))
+    options = {"critic_path": critic, "critic_learning_rate": 1e-2}
 
     sections = {"algorithm": {**PPO, "options": options}}
 
@@ -430,10 +429,11 @@ def test_a_run_with_a_critic_goes_on_bit_for_bit_under_another_layout(
         tmp_path,
         ({"tensor_parallel": 2}, stage(1)),
         ({"pipeline_parallel": 2}, stage(2)),
-        ({}, stage(3)),
+        ({"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}, stage(3)),
+        ({}, stage(4)),
     )
-    stage(4)[0](parallel)
-    whole = Run(model, str(tmp_path / "whole"), 5, tuple(range(1, 6)), sections)
+    stage(5)[0](parallel)
+    whole = Run(model, str(tmp_path / "whole"), 6, tuple(range(1, 7)), sections)
     whole(parallel)
     for number, name in enumerate(stages):
         checkpoint = f"iteration-00000{number + 1}"

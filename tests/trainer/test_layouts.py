@@ -43,6 +43,7 @@ from trainer.parallel import Parallel
 REFUSALS = {
     "ranks": r"(\d+) training ranks .* cannot form replicas of .*: start a multiple of it",
     "ranks of a stage": r"trainer\.expert_parallel = \d+ does not divide the \d+ ranks of a pipeline stage",
+    "one stage": r"trainer\.virtual_pipeline_parallel is 2, but trainer\.pipeline_parallel is 1",
     "no experts": r"trainer\.expert_parallel is \d+, but the model has no experts: leave it at 1",
 }
 

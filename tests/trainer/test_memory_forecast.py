@@ -3,10 +3,12 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from async_rl.checks.forecast import instance_memory, memory, training_memory
 from async_rl.checks.forecast.instance_memory import store_tokens
@@ -55,17 +57,17 @@ def parameters_of_rank(model: Path, layout: Layout, stage: int, ep_rank: int) ->
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 2, 1), Layout(2, 2, 2), Layout(1, 1, 4)]
+    "layout", [Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 2, 1), Layout(2, 2, 2), Layout(1, 1, 4), Layout(1, 2, 2, 2)]
 )
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "granite", "qwen3_moe", "deepseek_v3", "glm4_moe"])
 def test_parameters_of_the_largest_rank_are_those_of_the_weight_map(
     family: str, tied: bool, layout: Layout, tiny_model: Callable[..., Path]
 ) -> None:
-    model = tiny_model(family, tied=tied, num_hidden_layers=3)
+    model = tiny_model(family, tied=tied, num_hidden_layers=5 if layout.num_chunks > 1 else 3)
     if layout.ep_size > 1 and read_shape(model).experts is None:
         layout = dataclasses.replace(layout, ep_size=1)
-    shares = dataclasses.replace(ONE_RANK, tensor=layout.tp_size, pipeline=layout.pp_size, expert=layout.ep_size)
+    shares = Shares(layout.tp_size, layout.pp_size, layout.ep_size, num_replicas=1, num_chunks=layout.num_chunks)
     found = max(parameters_of_rank(model, layout, stage, 0) for stage in range(layout.pp_size))
     assert rank_parameters(read_shape(model), shares).total == found
 
@@ -140,6 +142,17 @@ def test_recomputation_keeps_less_and_sharing_divides() -> None:
     assert full == 64 < selective < whole
     halved = dataclasses.replace(ONE_RANK, tensor=2)
     assert layer_values_per_row(sizes, halved, "none", fused_swiglu=False) * 2 == whole
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (2, 2), (2, 3), (4, 2), (8, 5)])
+def test_a_pipeline_keeps_what_its_schedule_runs_ahead(stages: int, chunks: int) -> None:
+    """What Megatron runs forward on the first stage before the first backward pass, and one more."""
+    group = SimpleNamespace(size=lambda: stages, rank=lambda: 0)
+    size = chunks if chunks > 1 else None
+    communicator = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=size)
+    _, _, num_ahead, _ = get_pp_rank_microbatches(64 * stages, chunks, stages, p2p_communicator=communicator)
+    shares = dataclasses.replace(ONE_RANK, pipeline=stages, num_chunks=chunks)
+    assert shares.micro_batches_kept * chunks == pytest.approx(num_ahead + 1)
 
 
 def test_a_micro_batch_has_no_more_rows_than_a_step() -> None:

@@ -199,7 +199,8 @@ class Checkpoints:
         if critic is not None:
             # It takes a step with the policy or none.
             critic.optimizer.resume(counts, iteration)
-        if content["layout"] == _layout(self._parallel):
+        # A checkpoint of an earlier release does not say how many chunks its ranks had: one.
+        if {"virtual_pipeline_parallel": 1, **content["layout"]} == _layout(self._parallel):
             set_random_state(self._parallel, _read_rank_file(path, self._parallel.rank)["random_state"])
         return iteration
 
@@ -344,6 +345,7 @@ def _layout(parallel: Parallel) -> dict[str, int]:
         "ranks": parallel.num_ranks,
         "tensor_parallel": parallel.tp_size,
         "pipeline_parallel": parallel.pp_size,
+        "virtual_pipeline_parallel": parallel.num_chunks,
         "expert_parallel": parallel.ep_size,
     }
 

@@ -23,7 +23,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 
 from async_rl.shared.weights.swap import on_host
-from trainer.model.gpt import SharedPromptGPT
+from trainer.model.adapters import adapters_of
+from trainer.model.gpt import RankModel
 from trainer.policy.optimizer_state import ParameterState
 
 POLICY = "policy"
@@ -45,7 +46,7 @@ class _Piece:
     sharded: ShardedTensor
 
 
-def model_tensors(model: SharedPromptGPT, prefix: str) -> list[ShardedTensor]:
+def model_tensors(model: RankModel, prefix: str) -> list[ShardedTensor]:
     """This rank's part of a model's weights, as views of its parameters."""
     return [
         replace(piece.sharded, key=f"{prefix}.{piece.sharded.key}")
@@ -54,9 +55,7 @@ def model_tensors(model: SharedPromptGPT, prefix: str) -> list[ShardedTensor]:
     ]
 
 
-def optimizer_tensors(
-    model: SharedPromptGPT, states: Iterable[ParameterState], whose: str = POLICY
-) -> list[ShardedTensor]:
+def optimizer_tensors(model: RankModel, states: Iterable[ParameterState], whose: str = POLICY) -> list[ShardedTensor]:
     """This rank's part of the master weights and moments of `model`, as views of the optimizer's tensors."""
     pieces, of_moments = _pieces(model), "" if whose == POLICY else f"{whose}_"
     return [
@@ -114,10 +113,10 @@ def _within_row(
         yield (index, *offset), (1, *size)
 
 
-def _pieces(model: SharedPromptGPT) -> dict[int, list[_Piece]]:
+def _pieces(model: RankModel) -> dict[int, list[_Piece]]:
     """id(parameter) -> the checkpoint's tensors of which it holds a part; of those that are trained."""
     found = dict(_adapter_pieces(model))
-    kept = [p for p in model.parameters() if p.requires_grad or not model.adapters]
+    kept = [p for p in model.parameters() if p.requires_grad or not found]
     parameters = {id(parameter) for parameter in kept} - found.keys()
     for entry in model.sharded_state_dict(metadata=dict(_NAMES)).values():
         if isinstance(entry, ShardedObject):  # Megatron's slot for fp8 scales, empty here.
@@ -135,9 +134,9 @@ def _pieces(model: SharedPromptGPT) -> dict[int, list[_Piece]]:
     return found
 
 
-def _adapter_pieces(model: SharedPromptGPT) -> Iterator[tuple[int, list[_Piece]]]:
+def _adapter_pieces(model: RankModel) -> Iterator[tuple[int, list[_Piece]]]:
     parallel = model.parallel
-    for adapter in model.adapters.values():
+    for adapter in adapters_of(model).values():
         for factor in adapter.parameters():
             key, whole, offset = adapter.whole[id(factor)]
             # Ranks that have the same part: those of other replicas, and of other positions if it is not divided.

@@ -13,20 +13,20 @@ from async_rl.errors import ConfigError
 from async_rl.shared.files import replace_directory, write_failed
 from trainer.hf.checkpoint import save_tensors
 from trainer.hf.weight_map import COLUMNS, Layout, SlicedQKV, WeightEntry, weight_map
-from trainer.model.adapters import Adapter, Matrix, add_output
-from trainer.model.gpt import SharedPromptGPT
+from trainer.model.adapters import Adapter, Matrix, adapters_of, add_output
+from trainer.model.gpt import RankModel
 
 PREFIX = "base_model.model."
 
 
-def add_adapters(model: SharedPromptGPT, section: AdapterSection) -> None:
+def add_adapters(model: RankModel, section: AdapterSection) -> None:
     """Gives the targeted layers new adapters, which change nothing yet, and freezes all else but a critic's head.
 
     A is uniform as in peft (Kaiming's with a = sqrt 5), the same under any layout; B is 0.
     """
     parallel = model.parallel
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(model.shape.gives_values and name == "output_layer.weight")
+        parameter.requires_grad_(model.shape.gives_values and name.endswith("output_layer.weight"))
     for entry in weight_map(model.shape, Layout.of(parallel)):
         if not entry.is_on(parallel) or not _has_adapter(entry, section):
             continue
@@ -46,10 +46,9 @@ def add_adapters(model: SharedPromptGPT, section: AdapterSection) -> None:
         layer = model.get_submodule(entry.megatron_name.removesuffix(".weight"))
         layer.add_module("adapter", adapter.to(parallel.device.DEVICE))
         layer.register_forward_hook(add_output)
-        model.adapters[entry.megatron_name] = adapter
 
 
-def start_adapters(model: SharedPromptGPT, section: AdapterSection) -> None:
+def start_adapters(model: RankModel, section: AdapterSection) -> None:
     """Gives a model adapters: new ones, or this rank's parts of those in `section.path`.
 
     Raises:
@@ -62,7 +61,7 @@ def start_adapters(model: SharedPromptGPT, section: AdapterSection) -> None:
     try:
         with safe_open(path, framework="pt") as file, torch.no_grad():
             names = set(file.keys())
-            for adapter in model.adapters.values():
+            for adapter in adapters_of(model).values():
                 for factor, name, whole, at in _placed(adapter):
                     if name not in names:
                         raise ConfigError(
@@ -78,7 +77,7 @@ def start_adapters(model: SharedPromptGPT, section: AdapterSection) -> None:
                     factor.copy_(stored[at])
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"adapter.path: {str(path)!r} cannot be read: {error}") from error
-    targeted = {name for adapter in model.adapters.values() for name in adapter.a}
+    targeted = {name for adapter in adapters_of(model).values() for name in adapter.a}
     if unknown := sorted(name for name in names if name.split(".")[-3] not in targeted):
         raise ConfigError(
             f"{str(path)!r} (adapter.path) has {unknown[0]!r}, which is not among adapter.targets: add it there"
@@ -91,7 +90,7 @@ def _has_adapter(entry: WeightEntry, section: AdapterSection) -> bool:
     return is_linear and entry.megatron_name.endswith(".weight") and any(map(section.targets_layer, entry.hf_shapes))
 
 
-def save_adapters(model: SharedPromptGPT, section: AdapterSection, base: str, path: Path) -> None:
+def save_adapters(model: RankModel, section: AdapterSection, base: str, path: Path) -> None:
     """Writes the adapters of a whole model, on one rank, to the directory `path`, as peft and vLLM load them.
 
     Args:
@@ -101,7 +100,7 @@ def save_adapters(model: SharedPromptGPT, section: AdapterSection, base: str, pa
         WriteFailed: a file cannot be written.
     """
     assert model.parallel.num_ranks == 1, "adapters are saved by one rank"
-    placed = [each for adapter in model.adapters.values() for each in _placed(adapter)]
+    placed = [each for adapter in adapters_of(model).values() for each in _placed(adapter)]
     tensors = {name: factor.detach().cpu().contiguous() for factor, name, _, _ in placed}
     content = {
         "peft_type": "LORA",
@@ -110,7 +109,7 @@ def save_adapters(model: SharedPromptGPT, section: AdapterSection, base: str, pa
         "r": section.rank,
         "lora_alpha": section.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted({name for adapter in model.adapters.values() for name in adapter.a}),
+        "target_modules": sorted({name for adapter in adapters_of(model).values() for name in adapter.a}),
         "inference_mode": True,
         **{key: value for key, value in UNHELD.items() if value is not None},
     }

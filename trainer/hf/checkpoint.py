@@ -16,16 +16,14 @@ from async_rl.shared.weights.stream import buckets
 from trainer.hf.weight_export import WeightExport
 from trainer.hf.weight_map import constants
 from trainer.hf.weights import INDEX_FILE, SINGLE_FILE
-from trainer.model.gpt import SharedPromptGPT
+from trainer.model.gpt import RankModel
 
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 MAX_SHARD_BYTES = 4 * 2**30
 
 
-def save_hf_checkpoint(
-    model: SharedPromptGPT, source: Path, path: Path, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> None:
+def save_hf_checkpoint(model: RankModel, source: Path, path: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Writes weights, config, tokenizer and generation config to the directory `path`, replacing what is there.
 
     Every rank calls it and contributes its part of the weights; only the main rank writes, and the other ranks do not

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from async_rl.shared.weights.stream import TensorSpec
 from trainer.hf.weight_map import Layout, WeightEntry, weight_map
-from trainer.model.gpt import SharedPromptGPT
+from trainer.model.adapters import adapters_of, base_parameters
+from trainer.model.gpt import RankModel
 
 MAIN_RANK = 0
 PARCEL_BYTES = 64 * 2**20
@@ -37,10 +38,10 @@ class WeightExport:
     A stream is a collective: while the main rank iterates over `stream()`, each other rank calls `serve()` once.
     """
 
-    def __init__(self, model: SharedPromptGPT, bucket_bytes: int = PARCEL_BYTES) -> None:
+    def __init__(self, model: RankModel, bucket_bytes: int = PARCEL_BYTES) -> None:
         self.shape = model.shape
         self._parallel = parallel = model.parallel
-        self._parameters, self._adapters = model.base_parameters(), model.adapters
+        self._parameters, self._adapters = base_parameters(model), adapters_of(model)
         any_parameter = next(iter(self._parameters.values()))
         self._dtype, self._device = any_parameter.dtype, any_parameter.device
         assert all(p.dtype == self._dtype for p in self._parameters.values()), "a parcel has tensors of one dtype"

@@ -118,15 +118,23 @@ class SlicedQKV:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The number of ranks that divide a model along each axis; all 1 is a whole model on one rank."""
+    """The number of ranks that divide a model along each axis; all 1 is a whole model on one rank.
+
+    Each rank of a pipeline has `num_chunks` parts of the layers.
+    """
 
     tp_size: int = 1
     pp_size: int = 1
     ep_size: int = 1
+    num_chunks: int = 1
 
     @staticmethod
     def of(parallel: Parallel) -> "Layout":
-        return Layout(parallel.tp_size, parallel.pp_size, parallel.ep_size)
+        return Layout(parallel.tp_size, parallel.pp_size, parallel.ep_size, parallel.num_chunks)
+
+    def name_in(self, chunk: int, name: str) -> str:
+        """The name on its rank of a parameter that a chunk has under `name`."""
+        return name if self.num_chunks == 1 else f"chunks.{chunk}.{name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +189,18 @@ def weight_map(shape: ModelShape, layout: Layout | None = None) -> Iterator[Weig
     """All weights of a model, layer by layer, in publishing order, the same under any layout; no tied head."""
     layout = layout or Layout()
     V, H = shape.vocab_size, shape.hidden_size
-    last = layout.pp_size - 1
-    yield WeightEntry("embedding.word_embeddings.weight", {EMBEDDING: (V, H)}, Stacked(), divided=ROWS)
+    last, last_chunk = layout.pp_size - 1, layout.num_chunks - 1
+    first = layout.name_in(0, "embedding.word_embeddings.weight")
+    yield WeightEntry(first, {EMBEDDING: (V, H)}, Stacked(), divided=ROWS)
     for layer in range(shape.num_layers):
         yield from _layer_map(shape, layout, layer)
-    yield WeightEntry("decoder.final_layernorm.weight", {"model.norm.weight": (H,)}, Stacked(), last)
+    norm = layout.name_in(last_chunk, "decoder.final_layernorm.weight")
+    yield WeightEntry(norm, {"model.norm.weight": (H,)}, Stacked(), last)
+    head = layout.name_in(last_chunk, "output_layer.weight")
     if shape.gives_values:
-        yield WeightEntry("output_layer.weight", {VALUE_HEAD: (1, H)}, Stacked(), last)
+        yield WeightEntry(head, {VALUE_HEAD: (1, H)}, Stacked(), last)
     elif not shape.tied:
-        yield WeightEntry("output_layer.weight", {"lm_head.weight": (V, H)}, Stacked(), last, ROWS)
+        yield WeightEntry(head, {"lm_head.weight": (V, H)}, Stacked(), last, ROWS)
 
 
 def tied_head(shape: ModelShape, layout: Layout) -> WeightEntry | None:
@@ -197,7 +208,8 @@ def tied_head(shape: ModelShape, layout: Layout) -> WeightEntry | None:
     if not shape.tied or layout.pp_size == 1:
         return None
     shapes = {EMBEDDING: (shape.vocab_size, shape.hidden_size)}
-    return WeightEntry("output_layer.weight", shapes, Stacked(), layout.pp_size - 1, ROWS)
+    head = layout.name_in(layout.num_chunks - 1, "output_layer.weight")
+    return WeightEntry(head, shapes, Stacked(), layout.pp_size - 1, ROWS)
 
 
 MakeEntry = Callable[..., WeightEntry]
@@ -223,8 +235,9 @@ class _LayerNames:
     """Creates the entries of one layer from names within it."""
 
     def __init__(self, shape: ModelShape, layout: Layout, layer: int) -> None:
-        self._stage, local_layer = _place_of_layer(shape.num_layers, layout.pp_size, layer)
-        self._ours = f"decoder.layers.{local_layer}."
+        stage, local_layer = _place_of_layer(shape.num_layers, layout.pp_size * layout.num_chunks, layer)
+        chunk, self._stage = divmod(stage, layout.pp_size)
+        self._ours = layout.name_in(chunk, f"decoder.layers.{local_layer}.")
         self._theirs = f"model.layers.{layer}."
 
     def entry(

@@ -13,7 +13,8 @@ from async_rl.errors import ConfigError
 from async_rl.shared.model_limits import fp8_block
 from async_rl.shared.model_shape import ModelShape
 from trainer.hf.weight_map import VALUE_HEAD, Layout, WeightEntry, constants, tied_head, weight_map
-from trainer.model.gpt import SharedPromptGPT
+from trainer.model.adapters import base_parameters
+from trainer.model.gpt import RankModel
 
 SCALES = "_scale_inv"
 """What follows the name of a tensor in fp8 in that of its scales."""
@@ -22,7 +23,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 
-def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
+def load_hf_weights(model: RankModel, checkpoint: Path) -> None:
     """Fills this rank's part of the model from the safetensors files of a checkpoint directory.
 
     Of every tensor only the part that belongs to this rank is read; no rank waits for another. A critic's head that
@@ -38,7 +39,7 @@ def load_hf_weights(model: SharedPromptGPT, checkpoint: Path) -> None:
     head = tied_head(model.shape, layout)
     own = [entry for entry in (*entries, *([head] if head else [])) if entry.is_on(parallel)]
     kept = list(constants(model.shape, layout))
-    parameters = model.base_parameters()
+    parameters = base_parameters(model)
     assert {entry.megatron_name for entry in own} == set(parameters), (
         f"the weight map misses {set(parameters) ^ {entry.megatron_name for entry in own}}"
     )

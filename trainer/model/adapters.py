@@ -9,7 +9,8 @@ exchanged.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -122,6 +123,30 @@ class Adapter(torch.nn.Module):
             else:
                 parts.append(any_b.new_zeros(num_rows, len(names) * rank))
         return self._merge(parts)
+
+
+def adapters_of(model: torch.nn.Module) -> dict[str, Adapter]:
+    """All adapters of a rank's model, by the names of the matrices beside which they are."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, Adapter)}
+    return {f"{name.removesuffix('.adapter')}.weight": adapter for name, adapter in found.items()}
+
+
+def base_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters by name, without those of adapters."""
+    return {name: parameter for name, parameter in model.named_parameters() if ".adapter." not in name}
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the context the model is the base, bit for bit."""
+    adapters = adapters_of(model).values()
+    for adapter in adapters:
+        adapter.is_on = False
+    try:
+        yield
+    finally:
+        for adapter in adapters:
+            adapter.is_on = True
 
 
 def add_output(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, Any]) -> Any:

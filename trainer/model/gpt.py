@@ -3,10 +3,9 @@
 Shape legend: T fed rows, R rows with logits, N response tokens, H hidden size, V vocabulary, D rotary dimension.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -34,7 +34,6 @@ from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
-from trainer.model.adapters import Adapter
 from trainer.model.experts import keep_biases_wide, keep_rows_local, moe_options, use_router, use_stacked_experts
 from trainer.model.layer_spec import (
     RMSNorm,
@@ -56,21 +55,27 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
+INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+"""How chunks are connected. Two stages send each other activations and gradients at once, which Megatron keeps apart
+only where it sends one by one."""
+
+
 class SharedPromptGPT(GPTModel):
     """This rank's part of a GPTModel whose forward takes a micro-batch and returns log-probs of its response tokens."""
 
-    def __init__(self, config: TransformerConfig, shape: ModelShape, parallel: Parallel) -> None:
+    def __init__(self, config: TransformerConfig, shape: ModelShape, parallel: Parallel, chunk: int = 0) -> None:
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(shape, parallel),
+            transformer_layer_spec=_block_spec(shape, parallel, chunk),
             vocab_size=shape.vocab_size,
             # Only learned position embeddings have a length; rotary ones accept any position.
             max_sequence_length=0,
-            pre_process=parallel.is_first_stage,
-            post_process=parallel.is_last_stage,
+            pre_process=parallel.is_first_stage and chunk == 0,
+            post_process=parallel.is_last_stage and chunk == parallel.num_chunks - 1,
             share_embeddings_and_output_weights=shape.tied,
             position_embedding_type="rope",
             rotary_base=shape.rope_theta,
+            vp_stage=chunk if parallel.num_chunks > 1 else None,
         )
         self._angle_scale = 1.0
         if shape.rope is not None or shape.rotary_dim != shape.head_dim:
@@ -79,8 +84,6 @@ class SharedPromptGPT(GPTModel):
         keep_rows_local(self)
         self.shape = shape
         self.parallel = parallel
-        self.adapters: dict[str, Adapter] = {}
-        """By the names of the matrices beside which they are; none unless they are trained."""
         self.other_head: torch.Tensor | None = None
         """Replaces a tied head while it is set; of the same shape."""
         self._ops = parallel.device.LAYER_OPS
@@ -92,20 +95,10 @@ class SharedPromptGPT(GPTModel):
             shape.kernel_dim,
         )
 
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """Inside the context the model is the base, bit for bit."""
-        for adapter in self.adapters.values():
-            adapter.is_on = False
-        try:
-            yield
-        finally:
-            for adapter in self.adapters.values():
-                adapter.is_on = True
-
-    def base_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters by name, without those of adapters."""
-        return {name: parameter for name, parameter in self.named_parameters() if ".adapter." not in name}
+    @property
+    def chunks(self) -> Sequence["SharedPromptGPT"]:
+        """What Megatron's schedule runs on this rank."""
+        return [self]
 
     def forward(self, micro_batch: MicroBatch, temperature: float, with_entropy: bool = True) -> torch.Tensor | Scores:
         """Log-probs and entropies of the response tokens (see `scores`); hidden rows on earlier stages."""
@@ -124,8 +117,8 @@ class SharedPromptGPT(GPTModel):
             hidden_T1H = self.embedding(rows.tokens_T[None], position_ids=rows.positions_T[None])
             if self.shape.multipliers is not None:
                 hidden_T1H = hidden_T1H * self.shape.multipliers.embedding
-            if self.adapters and torch.is_grad_enabled():
-                # What is computed again gets a gradient only if its input has one.
+            if torch.is_grad_enabled() and not hidden_T1H.requires_grad:
+                # Below adapters: what is computed again gets a gradient only if its input has one.
                 hidden_T1H.requires_grad_()
         cos_T1D, sin_T1D = self._rotation(rows.positions_T)
         params = SharedPromptParams(
@@ -185,6 +178,36 @@ class SharedPromptGPT(GPTModel):
         return cos_T1D.to(self.config.params_dtype), sin_T1D.to(self.config.params_dtype)
 
 
+class InterleavedGPT(MegatronModule):
+    """This rank's part of a model whose pipeline stages are interleaved: several chunks, which are not neighbours.
+
+    Its parameters are those of `chunks.0`, `chunks.1` and so on. Each chunk runs by itself, in Megatron's schedule.
+    """
+
+    def __init__(self, config: TransformerConfig, chunks: Sequence[SharedPromptGPT]) -> None:
+        super().__init__(config=config)
+        self.shape = chunks[0].shape
+        self.parallel = chunks[0].parallel
+        self.chunks = cast("Sequence[SharedPromptGPT]", torch.nn.ModuleList(chunks))
+
+    @property
+    def module(self) -> SharedPromptGPT:
+        """The chunk in which Megatron looks for the weight of a tied head: the last rank has its copy in the last."""
+        return self.chunks[-1 if self.parallel.is_last_stage else 0]
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """That of all chunks; what is saved has the names of a whole model."""
+        return {
+            f"chunks.{number}.{name}": entry
+            for number, chunk in enumerate(self.chunks)
+            for name, entry in chunk.sharded_state_dict(prefix, sharded_offsets, metadata).items()
+        }
+
+
+RankModel = SharedPromptGPT | InterleavedGPT
+"""One rank's part of a model."""
+
+
 def scaled_frequencies(rope: Rope | None, theta: float, head_dim: int) -> tuple[torch.Tensor, float]:
     """Angles per position, float32 [D / 2], and the factor of cosine and sine, as transformers computes them."""
     if rope is None:
@@ -201,7 +224,7 @@ def build_model(
     parallel: Parallel,
     section: TrainerSection,
     kind: type[SharedPromptGPT] = SharedPromptGPT,
-) -> SharedPromptGPT:
+) -> RankModel:
     """This rank's part of a model of this shape with undefined weights, in `dtype` throughout."""
     config = TransformerConfig(
         num_layers=shape.num_layers,
@@ -227,7 +250,8 @@ def build_model(
         cuda_graph_scope=[],
         tensor_model_parallel_size=parallel.tp_size,
         pipeline_model_parallel_size=parallel.pp_size,
-        pipeline_model_parallel_layout=_pipeline_layout(shape.num_layers, parallel.pp_size),
+        virtual_pipeline_model_parallel_size=parallel.num_chunks if parallel.num_chunks > 1 else None,
+        pipeline_model_parallel_layout=_pipeline_layout(shape.num_layers, parallel),
         expert_model_parallel_size=parallel.ep_size,
         expert_tensor_parallel_size=1,
         sequence_parallel=parallel.tp_size > 1,
@@ -236,25 +260,29 @@ def build_model(
         moe_token_dispatcher_type="alltoall",
         # Keeps Megatron's DDP from averaging: gradients stay plain sums until the batch's count is known.
         calculate_per_token_loss=True,
+        **INTERLEAVED if parallel.num_chunks > 1 else {},
         **RECOMPUTE[section.recompute] | moe_options(shape.experts, section.recompute),
         **swiglu_options(parallel.device.LAYER_OPS),
         **parallel.device.MODEL_OPTIONS,
     )
-    model: SharedPromptGPT = kind(config, shape, parallel).to(device=parallel.device.DEVICE, dtype=dtype)
+    chunks = [kind(config, shape, parallel, chunk) for chunk in range(parallel.num_chunks)]
+    model = chunks[0] if len(chunks) == 1 else InterleavedGPT(config, chunks)
+    model.to(device=parallel.device.DEVICE, dtype=dtype)
     keep_biases_wide(model)
     _mark_divided(model)
     use_linear(model, parallel.device.LAYER_OPS)
     return model
 
 
-def _pipeline_layout(num_layers: int, num_stages: int) -> str | None:
-    """The layers of each stage as Megatron takes them, which divides evenly without."""
-    if num_layers % num_stages == 0:
+def _pipeline_layout(num_layers: int, parallel: Parallel) -> str | None:
+    """The layers of each stage or chunk as Megatron takes them, which divides evenly without."""
+    num_parts = parallel.pp_size * parallel.num_chunks
+    if num_layers % num_parts == 0:
         return None
-    return "E" + "|".join("t" * len(layers) for layers in stage_layers(num_layers, num_stages)) + "L"
+    return "E" + "|".join("t" * len(layers) for layers in stage_layers(num_layers, num_parts)) + "L"
 
 
-def _mark_divided(model: SharedPromptGPT) -> None:
+def _mark_divided(model: RankModel) -> None:
     """Marks for Megatron's gradient norm which weights differ between tensor-parallel ranks.
 
     Megatron sets the mark when it initializes weights, which is disabled here.
@@ -269,11 +297,12 @@ def _mark_divided(model: SharedPromptGPT) -> None:
                     set_tensor_model_parallel_attributes(parameter, True, int(by_columns), 1)
 
 
-def _block_spec(shape: ModelShape, parallel: Parallel) -> TransformerBlockSubmodules:
-    """This stage's layers, of which there are at most two kinds."""
+def _block_spec(shape: ModelShape, parallel: Parallel, chunk: int) -> TransformerBlockSubmodules:
+    """A chunk's layers, of which there are at most two kinds."""
     ops = parallel.device.LAYER_OPS
     kinds = {with_experts: _layer_spec(shape, ops, shape.experts if with_experts else None) for with_experts in (0, 1)}
-    layers = stage_layers(shape.num_layers, parallel.pp_size)[parallel.pp_rank]
+    stages = stage_layers(shape.num_layers, parallel.pp_size * parallel.num_chunks)
+    layers = stages[chunk * parallel.pp_size + parallel.pp_rank]
     return TransformerBlockSubmodules([kinds[shape.has_experts(layer)] for layer in layers], norm_spec(ops))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from async_rl.shared.protocol.sender import ALL_STRENGTHS, CONSTANT
 from trainer.hf.weight_map import Fusion, Layout, tied_head, weight_map
-from trainer.model.gpt import SharedPromptGPT
+from trainer.model.gpt import RankModel
 
 HEAD, EMBEDDING, ROUTER, EXPERT = "head", "embedding", "router", "expert "
 CLASS_OF = {
@@ -107,7 +107,7 @@ class _Parameter:
 class CanaryWeights:
     """The weights of one rank's `model`; to be created while they are unchanged."""
 
-    def __init__(self, model: SharedPromptGPT) -> None:
+    def __init__(self, model: RankModel) -> None:
         self._model = model
         self._dtype = next(model.parameters()).dtype
         self._strengths: dict[str, int] = {}
@@ -159,7 +159,7 @@ class CanaryWeights:
         # Read again next time: training changes the weights until then.
         self._parameters = None
         self._strengths = {}
-        self._model.other_head = None
+        self._model.chunks[-1].other_head = None
 
     def _put_back(self, index: int) -> None:
         """Restores a parameter with constant parts; a signal finds it constant and kept, or true."""
@@ -197,7 +197,7 @@ class CanaryWeights:
 
     def _set_head(self) -> None:
         """Gives the head its own copy where one parameter is both embedding and head and they are to differ."""
-        model = self._model
+        model = self._model.chunks[-1]
         model.other_head = None
         if not model.shape.tied or model.parallel.pp_size > 1:
             return

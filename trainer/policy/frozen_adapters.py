@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from trainer.model.gpt import SharedPromptGPT
+from trainer.model.adapters import without_adapters
+from trainer.model.gpt import RankModel
 
 
 class FrozenAdapters:
@@ -14,7 +15,7 @@ class FrozenAdapters:
     The reference of a run with adapters is its base, and so without memory of its own.
     """
 
-    def __init__(self, model: SharedPromptGPT, *, keeps: bool) -> None:
+    def __init__(self, model: RankModel, *, keeps: bool) -> None:
         self._model = model
         self._kept = {name: p.detach().clone() for name, p in _trained(model).items()} if keeps else None
 
@@ -22,7 +23,7 @@ class FrozenAdapters:
         """What it has beside the weights of the model in training."""
         return iter((self._kept or {}).values())
 
-    def copy_from(self, source: SharedPromptGPT) -> None:
+    def copy_from(self, source: RankModel) -> None:
         """Copies the adapters of `source`, which has the same ones, and a critic's head."""
         assert self._kept is not None, "a base does not change"
         for name, parameter in _trained(source).items():
@@ -35,7 +36,7 @@ class FrozenAdapters:
         """Does nothing, as well."""
 
     @contextmanager
-    def resident(self) -> Iterator[SharedPromptGPT]:
+    def resident(self) -> Iterator[RankModel]:
         """The model in training with the other adapters, or none, without gradients, inside the context."""
         was_training = self._model.training
         self._model.eval()
@@ -43,7 +44,7 @@ class FrozenAdapters:
         try:
             with torch.no_grad():
                 if self._kept is None:
-                    with self._model.without_adapters():
+                    with without_adapters(self._model):
                         yield self._model
                 else:
                     yield self._model
@@ -62,5 +63,5 @@ class FrozenAdapters:
         return swapped
 
 
-def _trained(model: SharedPromptGPT) -> dict[str, torch.nn.Parameter]:
+def _trained(model: RankModel) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

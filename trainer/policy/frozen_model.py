@@ -12,13 +12,13 @@ from typing import Literal
 import torch
 
 from async_rl.shared.weights.swap import Swap, copy_stream, on_host
-from trainer.model.gpt import SharedPromptGPT
+from trainer.model.gpt import RankModel
 
 
 class FrozenModel:
     """`model` under a placement; with "host" its weights leave the device between uses."""
 
-    def __init__(self, model: SharedPromptGPT, placement: Literal["device", "host"], device: torch.device) -> None:
+    def __init__(self, model: RankModel, placement: Literal["device", "host"], device: torch.device) -> None:
         self._model = model.requires_grad_(False).eval()
         self._swap = Swap(model.parameters(), copy_stream(device))
         self._stays = placement == "device"
@@ -30,7 +30,7 @@ class FrozenModel:
         parameters: Iterator[torch.nn.Parameter] = self._model.parameters()
         return parameters
 
-    def copy_from(self, source: SharedPromptGPT) -> None:
+    def copy_from(self, source: RankModel) -> None:
         """Copies the weights of `source`, a model of the same shape and layout, wherever both are."""
         weights = dict(source.named_parameters())
         for name, parameter in self._model.named_parameters():
@@ -45,7 +45,7 @@ class FrozenModel:
         self._swap.to_host()
 
     @contextmanager
-    def resident(self) -> Iterator[SharedPromptGPT]:
+    def resident(self) -> Iterator[RankModel]:
         """The model with its weights on the device, without gradients, inside the context."""
         self._swap.prefetch()
         self._swap.wait()

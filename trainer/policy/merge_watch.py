@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from async_rl.errors import UpdatesRoundedAway
-from trainer.model.gpt import SharedPromptGPT
+from trainer.model.adapters import adapters_of
+from trainer.model.gpt import RankModel
 
 MAX_UNCHANGED = 10
 """Publishes in a row after which a matrix that has an update, and not one value to show for it, ends the run."""
@@ -22,13 +23,15 @@ Merges = Mapping[str, Sequence[int]]
 class MergeWatch:
     """Of one rank's policy; all ranks call `note` with the same `Merges`."""
 
-    def __init__(self, model: SharedPromptGPT) -> None:
+    def __init__(self, model: RankModel) -> None:
         self._model = model
         self._unchanged: Counter[str] = Counter()
 
     def own(self) -> Merges:
         """Of the last publish, in which not all ranks merge; waits once for the device."""
-        merged = {name: each.last_merge for name, each in self._model.adapters.items() if each.last_merge is not None}
+        merged = {
+            name: each.last_merge for name, each in adapters_of(self._model).items() if each.last_merge is not None
+        }
         if not merged:
             return {}
         counts, stage = torch.stack(list(merged.values())).tolist(), self._model.parallel.pp_rank

@@ -18,7 +18,7 @@ from async_rl.config.trainer_section import TrainerSection
 from async_rl.shared.model_shape import ModelShape
 from trainer.hf.adapters import start_adapters
 from trainer.hf.weights import load_hf_weights
-from trainer.model.gpt import SharedPromptGPT, build_model
+from trainer.model.gpt import RankModel, build_model
 from trainer.parallel import Parallel
 from trainer.policy.frozen_adapters import FrozenAdapters
 from trainer.policy.frozen_model import FrozenModel
@@ -41,13 +41,13 @@ class TriModel:
         return [model for model in (self.reference, self.old, self.teacher) if model is not None]
 
     @property
-    def policy_model(self) -> SharedPromptGPT:
+    def policy_model(self) -> RankModel:
         """The policy without its gradient buffers."""
-        model: SharedPromptGPT = self.policy.module
+        model: RankModel = self.policy.module
         return model
 
     @contextmanager
-    def policy_to_score(self) -> Iterator[SharedPromptGPT]:
+    def policy_to_score(self) -> Iterator[RankModel]:
         """The policy in evaluation mode and without gradients inside the context: nothing is recomputed."""
         model = self.policy_model
         model.eval()
@@ -108,7 +108,7 @@ def load_tri_model(
     )
 
 
-def with_gradient_sums(model: SharedPromptGPT, parallel: Parallel, section: TrainerSection) -> DistributedDataParallel:
+def with_gradient_sums(model: RankModel, parallel: Parallel, section: TrainerSection) -> DistributedDataParallel:
     """The model with Megatron's fp32 buffers, in which gradients add up."""
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.num_replicas > 1

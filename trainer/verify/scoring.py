@@ -15,7 +15,8 @@ from async_rl.method.token_arrays import Logprobs, TokenIds
 from async_rl.method.types import Group
 from trainer.batching.group_codec import joined_tensor, pack_groups
 from trainer.forward_backward import make_passes
-from trainer.model.gpt import SharedPromptGPT, build_model
+from trainer.model.adapters import adapters_of, base_parameters
+from trainer.model.gpt import RankModel, build_model
 from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
 from trainer.verify.diagnosis import Diagnosis, diagnose
@@ -46,7 +47,7 @@ class Scorer:
             found[url] = diagnose(reported_N, of_instance, limits, section.rollout.temperature, section.model.dtype)
         return found
 
-    def score(self, groups: Sequence[Group], temperature: float, model: SharedPromptGPT) -> torch.Tensor:
+    def score(self, groups: Sequence[Group], temperature: float, model: RankModel) -> torch.Tensor:
         """Log-probs of the sampled tokens in the order of groups and responses, float64 [N]."""
         passes = make_passes(
             [[group] for group in groups], self._parallel, temperature, self._config.trainer.micro_batch_tokens
@@ -76,11 +77,11 @@ class Scorer:
         changed = head is not None and not torch.equal(head, _head_of(model))
         if not any(self._parallel.gather_json(changed)):
             return None
-        model.other_head = head
+        model.chunks[-1].other_head = head
         try:
             return self.by_policy(groups, self._config.rollout.temperature)
         finally:
-            model.other_head = None
+            model.chunks[-1].other_head = None
 
     def in_other_dtype(self, groups: Sequence[Group]) -> torch.Tensor:
         """By a copy of the policy, which takes the memory of its weights."""
@@ -88,9 +89,9 @@ class Scorer:
         other = torch.float32 if self._config.model.dtype == "bfloat16" else torch.bfloat16
         copy = build_model(policy.shape, other, self._parallel, self._config.trainer)
         with torch.no_grad():
-            sources = policy.base_parameters() | dict(policy.named_buffers())
+            sources, adapters = base_parameters(policy) | dict(policy.named_buffers()), adapters_of(policy)
             for name, own in (*copy.named_parameters(), *copy.named_buffers()):
-                adapter = policy.adapters.get(name)
+                adapter = adapters.get(name)
                 own.copy_(sources[name] if adapter is None else adapter.merged(sources[name]))
             copy.requires_grad_(False).eval()
             return self.score(groups, self._config.rollout.temperature, copy)
@@ -147,6 +148,7 @@ def _sampler(group: Group) -> str | None:
     return instances.pop() if len(instances) == 1 and MIXED not in instances else None
 
 
-def _head_of(model: SharedPromptGPT) -> torch.Tensor:
-    weight: torch.Tensor = model.shared_embedding_or_output_weight() if model.shape.tied else model.output_layer.weight
+def _head_of(model: RankModel) -> torch.Tensor:
+    last = model.chunks[-1]
+    weight: torch.Tensor = last.shared_embedding_or_output_weight() if model.shape.tied else last.output_layer.weight
     return weight

@@ -55,6 +55,8 @@ class Shares:
     pipeline: int
     expert: int
     num_replicas: int
+    num_chunks: int = 1
+    """Parts of the layers on each rank of a pipeline."""
 
     @classmethod
     def of(cls, trainer: TrainerSection, num_ranks: int) -> "Shares":
@@ -68,6 +70,7 @@ class Shares:
             trainer.pipeline_parallel,
             trainer.expert_parallel,
             replicas,
+            trainer.virtual_pipeline_parallel,
         )
 
     @property
@@ -80,6 +83,22 @@ class Shares:
     def divides_model(self) -> bool:
         """Whether tensors have to be put together from several ranks."""
         return self.tensor * self.pipeline * self.expert > 1
+
+    @property
+    def micro_batches_kept(self) -> float:
+        """Micro-batches whose activations the first pipeline stage keeps at most.
+
+        In the interleaved schedule, of p stages with v chunks each, these are p v + p - 1 chunks of 1 / v of a rank's
+        layers (arXiv 2104.04473, section 2.2).
+        """
+        if self.num_chunks == 1:
+            return self.pipeline
+        return self.pipeline + (self.pipeline - 1) / self.num_chunks
+
+    def layers_of(self, stage: int, num_layers: int) -> list[int]:
+        """The layers of a rank of this pipeline stage, all its chunks'."""
+        parts = stage_layers(num_layers, self.pipeline * self.num_chunks)
+        return [layer for part in parts[stage :: self.pipeline] for layer in part]
 
     @property
     def num_expert_replicas(self) -> int:
@@ -114,8 +133,8 @@ def rank_parameters(model: ModelShape, shares: Shares) -> RankParameters:
         ceil(model.layer_parameters(model.num_layers - 1).experts * 2 / 3 / shares.expert),
     )
     stages = []
-    for number, layers in enumerate(stage_layers(model.num_layers, shares.pipeline)):
-        found = [model.layer_parameters(layer) for layer in layers]
+    for number in range(shares.pipeline):
+        found = [model.layer_parameters(layer) for layer in shares.layers_of(number, model.num_layers)]
         dense = sum(ceil(each.divided / shares.tensor) + each.whole for each in found) + ends.get(number, 0)
         stages.append(RankParameters(dense, sum(ceil(each.experts / shares.expert) for each in found), largest))
     return max(stages, key=lambda stage: stage.total)
@@ -204,12 +223,11 @@ def micro_batch_rows(config: Config) -> int:
 def activation_bytes(model: ModelShape, shares: Shares, config: Config, *, fused_swiglu: bool) -> int:
     """Of the largest micro-batch, with its backward pass; on the first pipeline stage.
 
-    That stage keeps as many micro-batches as the pipeline has stages. What is computed again, and the gradients of one
-    layer, exist once.
+    What is computed again, and the gradients of one layer, exist once.
     """
     recompute, rows = config.trainer.recompute, micro_batch_rows(config)
     width = WEIGHT_BYTES[config.model.dtype]
-    layers = len(stage_layers(model.num_layers, shares.pipeline)[0])
+    layers = len(shares.layers_of(0, model.num_layers))
     kept = layers * layer_values_per_row(model, shares, recompute, fused_swiglu=fused_swiglu)
     whole_layer = layer_values_per_row(model, shares, "none", fused_swiglu=fused_swiglu)
     again = {
@@ -219,7 +237,7 @@ def activation_bytes(model: ModelShape, shares: Shares, config: Config, *, fused
     }[recompute]
     # The gradients of a feed-forward part: of both halves, of their product, and of its input.
     gradients = feed_forward_values_per_row(model, shares, fused_swiglu=True) + 2 * model.hidden_size
-    return rows * width * (kept * shares.pipeline + again + gradients)
+    return rows * width * (ceil(kept * shares.micro_batches_kept) + again + gradients)
 
 
 def logits_bytes(model: ModelShape, shares: Shares, config: Config) -> int:

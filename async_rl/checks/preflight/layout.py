@@ -4,7 +4,8 @@ Accepted layouts are compared with one rank by `tests/support/trainer/layout_mat
 the key's name before training.
 
 A placement is (tensor_parallel, pipeline_parallel, expert_parallel) over a number of ranks, which also determines the
-number of replicas; tensor-parallel ranks always share rows, too. Recomputation, the distributed optimizer, tied
+number of replicas; tensor-parallel ranks always share rows, too. Each rank of a pipeline has one part of the layers, or
+virtual_pipeline_parallel of them, which are not neighbours. Recomputation, the distributed optimizer, tied
 embeddings, splitting of long groups, and the location of frozen weights work with every placement.
 """
 
@@ -29,6 +30,15 @@ def require_layout(trainer: TrainerSection, model: ModelShape, num_ranks: int) -
             raise ConfigError(
                 f"trainer.{key} = {ways} does not divide the model's {size} {what}: choose a divisor of {size}"
             )
+    num_parts = trainer.pipeline_parallel * trainer.virtual_pipeline_parallel
+    if trainer.virtual_pipeline_parallel > 1 and num_parts > model.num_layers:
+        most = model.num_layers // trainer.pipeline_parallel
+        remedy = f"set {most} at most" if most > 1 else "leave it at 1"
+        raise ConfigError(
+            f"trainer.virtual_pipeline_parallel is {trainer.virtual_pipeline_parallel}: with trainer.pipeline_parallel "
+            f"= {trainer.pipeline_parallel} these are {num_parts} parts, more than the model's {model.num_layers} "
+            f"layers: {remedy}"
+        )
     if trainer.pipeline_parallel > model.num_layers:
         raise ConfigError(
             f"trainer.pipeline_parallel is {trainer.pipeline_parallel}, more than the model's {model.num_layers} "

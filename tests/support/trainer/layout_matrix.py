@@ -19,6 +19,7 @@ class Placement:
     tensor: int
     pipeline: int
     expert: int
+    chunks: int = 1
 
     @property
     def num_replicas(self) -> int:
@@ -36,35 +37,40 @@ class Placement:
         return {
             "tensor_parallel": self.tensor,
             "pipeline_parallel": self.pipeline,
+            "virtual_pipeline_parallel": self.chunks,
             "expert_parallel": self.expert,
         }
 
     def __str__(self) -> str:
-        axes = {"TP": self.tensor, "PP": self.pipeline, "DP": self.num_replicas, "EP": self.expert}
+        axes = {"TP": self.tensor, "PP": self.pipeline, "VPP": self.chunks, "DP": self.num_replicas, "EP": self.expert}
         return " ".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "one rank"
 
 
 ACCEPTED = {
     # Ranks: (dense models, models with experts).
     1: (["one rank"], ["one rank"]),
-    2: (["TP2", "PP2", "DP2"], ["TP2", "TP2 EP2", "PP2", "DP2", "DP2 EP2"]),
-    3: (["TP3", "PP3", "DP3"], ["TP3", "TP3 EP3", "PP3", "DP3", "DP3 EP3"]),
+    2: (["TP2", "PP2", "PP2 VPP2", "DP2"], ["TP2", "TP2 EP2", "PP2", "PP2 VPP2", "DP2", "DP2 EP2"]),
+    3: (["TP3", "PP3", "PP3 VPP2", "DP3"], ["TP3", "TP3 EP3", "PP3", "PP3 VPP2", "DP3", "DP3 EP3"]),
     4: (
-        ["TP4", "PP4", "DP4", "TP2 PP2", "TP2 DP2", "PP2 DP2"],
+        ["TP4", "PP4", "PP4 VPP2", "DP4", "TP2 PP2", "TP2 PP2 VPP2", "TP2 DP2", "PP2 DP2", "PP2 VPP2 DP2"],
         [
             *("TP4", "TP4 EP2", "TP4 EP4", "PP4", "DP4", "DP4 EP2", "DP4 EP4", "PP2 DP2", "PP2 DP2 EP2"),
             *("TP2 PP2", "TP2 PP2 EP2", "TP2 DP2", "TP2 DP2 EP2", "TP2 DP2 EP4"),
+            *("PP4 VPP2", "PP2 VPP2 DP2", "PP2 VPP2 DP2 EP2", "TP2 PP2 VPP2", "TP2 PP2 VPP2 EP2"),
         ],
     ),
 }
-"""Every accepted placement of that many ranks, by name; all other placements are refused."""
+"""Every accepted placement of that many ranks, by name, with at most two chunks a rank; all others are refused."""
 
 LARGER = {
     # Three ranks beside two, so that expert groups and replicas overlap without either containing the other.
     6: (["TP3 DP2"], ["TP3 DP2 EP2", "TP3 DP2 EP6"]),
     8: (
-        ["TP2 PP2 DP2"],
-        ["TP2 PP2 DP2", "TP2 PP2 DP2 EP2", "TP2 PP2 DP2 EP4"],
+        ["TP2 PP2 DP2", "TP2 PP2 VPP2 DP2"],
+        [
+            *("TP2 PP2 DP2", "TP2 PP2 DP2 EP2", "TP2 PP2 DP2 EP4"),
+            *("TP2 PP2 VPP2 DP2", "TP2 PP2 VPP2 DP2 EP2", "TP2 PP2 VPP2 DP2 EP4"),
+        ],
     ),
 }
 """Placements whose kind needs more ranks; compared under a pairwise cover of the other settings."""
@@ -110,7 +116,7 @@ class Case:
     def kind(self) -> tuple[Any, ...]:
         """The kind of its placement, regardless of sizes."""
         place = self.placement
-        axes = (place.tensor, place.pipeline, place.num_replicas)
+        axes = (place.tensor, place.pipeline, place.chunks, place.num_replicas)
         return (*(size > 1 for size in axes), place.expert_kind, self.experts)
 
     @property
@@ -118,6 +124,7 @@ class Case:
         """The factors that a pairwise cover combines."""
         place = self.placement
         axes = {"TP": place.tensor, "PP": place.pipeline, "DP": place.num_replicas, "EP": place.expert_kind}
+        axes["VPP"] = place.chunks
         rest = {name: value for name, value in asdict(self).items() if name != "placement"}
         return axes | rest
 
@@ -151,7 +158,7 @@ def _sizes(case: Case) -> dict[str, int]:
     thirds = 3 in (place.tensor, place.pipeline, place.expert) or 6 in (place.tensor, place.expert)
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3} if thirds else {"num_attention_heads": 8}
     sizes |= {"num_key_value_heads": 3 if thirds else 4, "hidden_size": 48 if thirds else 32, "intermediate_size": 48}
-    sizes["num_hidden_layers"] = max(2, place.pipeline) + case.ragged
+    sizes["num_hidden_layers"] = max(2, place.pipeline * place.chunks) + case.ragged
     if case.ragged:
         sizes["num_key_value_heads"] = max(1, place.tensor // 2)
     if case.experts and not case.family:
@@ -165,8 +172,8 @@ def _sizes(case: Case) -> dict[str, int]:
 def placements(num_ranks: int) -> Iterator[Placement]:
     """Every combination of sizes up to the number of ranks, whether it is valid or not."""
     sizes = range(1, num_ranks + 1)
-    for tensor, pipeline, expert in product(sizes, sizes, sizes):
-        yield Placement(num_ranks, tensor, pipeline, expert)
+    for tensor, pipeline, expert, chunks in product(sizes, sizes, sizes, (1, 2)):
+        yield Placement(num_ranks, tensor, pipeline, expert, chunks)
 
 
 def accepted_placements(num_ranks: int, experts: bool) -> list[Placement]:
@@ -223,7 +230,7 @@ def with_frozen_models(some: Iterable[Case]) -> list[Case]:
 
 def in_bfloat16(some: Iterable[Case]) -> list[Case]:
     """The cases with two layers: roundings add up from layer to layer, and so does their bound."""
-    return [replace(case, dtype="bfloat16") for case in some if case.placement.pipeline <= 2]
+    return [replace(case, dtype="bfloat16") for case in some if case.placement.pipeline * case.placement.chunks <= 2]
 
 
 def covered(case: Case, strength: int) -> set[Any]:

@@ -110,13 +110,14 @@ def test_training_goes_on_bit_for_bit_in_a_new_process(
 def test_training_goes_on_bit_for_bit_under_another_layout(
     tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:
-    """One step each: 1 rank, tensor parallel, pipeline, replicas that share the optimizer, 1 rank again."""
-    stages = ["1", "tensor", "pipeline", "replicas", "1 again"]
+    """One step each: 1 rank, tensor parallel, pipeline, interleaved stages, replicas that share the optimizer, 1 rank
+    again."""
+    stages = ["1", "tensor", "pipeline", "interleaved", "replicas", "1 again"]
     # Tied embeddings and query norms in one; in the other an output layer, biases, a key head that ranks share, and
-    # stages of different lengths.
+    # stages and chunks of different lengths.
     models = {
-        "float32": tiny_model("qwen3", tied=True),
-        "bfloat16": tiny_model("qwen2", num_key_value_heads=1, num_hidden_layers=3),
+        "float32": tiny_model("qwen3", tied=True, num_hidden_layers=4),
+        "bfloat16": tiny_model("qwen2", num_key_value_heads=1, num_hidden_layers=5),
     }
 
     def stage(number: int, **options: Any) -> list[Run]:
@@ -133,19 +134,21 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
             for dtype, model in models.items()
         ]
 
+    interleaved = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
     for run in stage(0):
         run(parallel)
     start(
         tmp_path,
         ({"tensor_parallel": 2}, stage(1)),
         ({"pipeline_parallel": 2}, stage(2)),
-        ({}, stage(3)),
+        (interleaved, stage(3, **interleaved)),
+        ({}, stage(4)),
     )
-    for run in stage(4):
+    for run in stage(5):
         run(parallel)
     for dtype, model in models.items():
         expected = tmp_path / dtype / "uninterrupted"
-        Run(str(model), str(expected), 5, tuple(range(1, 6)), {"model": {"dtype": dtype}})(parallel)
+        Run(str(model), str(expected), 6, tuple(range(1, 7)), {"model": {"dtype": dtype}})(parallel)
         for number, name in enumerate(stages):
             checkpoint = f"iteration-00000{number + 1}"
             assert_same(tmp_path / dtype / name / checkpoint, expected / checkpoint)

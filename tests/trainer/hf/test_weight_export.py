@@ -27,6 +27,7 @@ MOST_BYTES = 16 * 2**20
 BIG_DENSE = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 20}
 BIG_EXPERTS = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 24}
 TP2, PP2, EP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"expert_parallel": 2}
+VPP2 = {**PP2, "virtual_pipeline_parallel": 2}
 
 
 def run_cases(num_ranks: int, cases: list[dict[str, Any]], directory: Path) -> list[list[dict[str, Any]]]:
@@ -65,6 +66,9 @@ def test_two_ranks_stream_the_original_bytes_and_hold_a_parcel_at_a_time(
         {"checkpoint": tiny_model("llama"), "layout": {}, "bucket_bytes": SMALL_BUCKET},
         {"checkpoint": tiny_model("qwen2", tied=True), "layout": TP2, "bucket_bytes": 1},
         {"checkpoint": tiny_model("deepseek_v3"), "layout": PP2, "bucket_bytes": SMALL_BUCKET},
+        # Neighbouring layers are on different ranks.
+        {"checkpoint": tiny_model("qwen3", tied=True, num_hidden_layers=5), "layout": VPP2, "bucket_bytes": BIG_BUCKET},
+        {"checkpoint": tiny_model("glm4_moe", num_hidden_layers=4), "layout": VPP2, "bucket_bytes": SMALL_BUCKET},
     ]
     reports = run_cases(2, cases, tmp_path)
     require_original_streams(reports, cases, tmp_path)

@@ -25,6 +25,7 @@ SHAPES = [
     *(shape("qwen3_moe", tied, experts=Experts(12, 2, 12, True)) for tied in (True, False)),
 ]
 LAYOUTS = [Layout(tp, pp, ep) for tp, pp, ep in product((1, 2, 3, 4), repeat=3)]
+LAYOUTS += [Layout(1, pp, ep, chunks) for pp, ep, chunks in ((2, 1, 2), (2, 3, 6), (3, 2, 4), (4, 1, 2), (5, 1, 2))]
 
 
 def numbered(*sizes: int) -> torch.Tensor:
@@ -85,6 +86,18 @@ def test_every_stage_and_every_rank_of_experts_calls_its_weights_alike() -> None
     for ep_rank in (None, 0, 1):
         assert names[0, ep_rank] == names[1, ep_rank] == names[2, ep_rank]
     assert names[0, 0] == names[0, 1] and ("decoder.layers.3.mlp.experts.weight1", 5) in names[0, 0]
+
+
+def test_chunks_of_a_pipeline_have_every_second_part_of_the_layers() -> None:
+    """Two stages of twelve layers with three chunks each: chunk by chunk the stages follow each other."""
+    entries = weight_map(SHAPES[0], Layout(pp_size=2, num_chunks=3))
+    norms = [entry for entry in entries if "input_layernorm.weight" in next(iter(entry.hf_shapes))]
+    places = {(entry.stage, entry.megatron_name): list(entry.hf_shapes) for entry in norms}
+    for layer in range(12):
+        chunk, rest = divmod(layer, 4)
+        stage, local = divmod(rest, 2)
+        name = f"chunks.{chunk}.decoder.layers.{local}.input_layernorm.weight"
+        assert places[stage, name] == [f"model.layers.{layer}.input_layernorm.weight"]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 12])

@@ -20,6 +20,7 @@ from tests.trainer.test_trainer import num_labels, relative_error, with_logprobs
 from trainer.devices import cpu_ops
 from trainer.forward_backward import make_passes
 from trainer.hf.adapters import PREFIX, save_adapters
+from trainer.model.adapters import adapters_of, base_parameters
 from trainer.policy import merge_watch, optimizer
 from trainer.policy.frozen_adapters import FrozenAdapters
 from trainer.trainer import MegatronTrainer
@@ -32,7 +33,7 @@ FAMILIES = [family for family, traits in TABLE.items() if not traits.has_latents
 def gradients_of(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     """The sums of the gradients of all factors, by peft's names of these."""
     found = {}
-    for adapter in trainer.models.policy_model.adapters.values():
+    for adapter in adapters_of(trainer.models.policy_model).values():
         for factor in adapter.parameters():
             found[f"{PREFIX}{adapter.whole[id(factor)][0]}.default.weight"] = factor.main_grad.clone()  # type: ignore[attr-defined]
     return found
@@ -164,7 +165,7 @@ def test_gradients_sums_and_moments_are_those_of_adapters_and_no_frozen_weight_h
 ) -> None:
     trainer = make_trainer(tiny_model("qwen3"), adapter=NEW)
     model = trainer.models.policy_model
-    frozen = {tuple(p.shape) for name, p in model.base_parameters().items() if p.dim() == 2}
+    frozen = {tuple(p.shape) for name, p in base_parameters(model).items() if p.dim() == 2}
     products: list[tuple[int, ...]] = []
 
     def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -175,7 +176,7 @@ def test_gradients_sums_and_moments_are_those_of_adapters_and_no_frozen_weight_h
     for group in ragged_groups:
         trainer.accumulate([[group]])
     assert products and not frozen.intersection(products)
-    num_factors = sum(p.numel() for adapter in model.adapters.values() for p in adapter.parameters())
+    num_factors = sum(p.numel() for adapter in adapters_of(model).values() for p in adapter.parameters())
     policy = trainer.models.policy
     num_summed = sum(p.numel() for buffer in policy.buffers for p in buffer.params)
     states = list(trainer.optimizer.parameter_states())
@@ -227,7 +228,7 @@ def test_what_rounding_leaves_is_counted_and_an_update_that_is_lost_ends_the_run
     tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
 ) -> None:
     trainer = make_trainer(tiny_model("qwen3"), dtype="bfloat16", adapter=NEW, learning_rate=1e-12)
-    factors = [b for adapter in trainer.models.policy_model.adapters.values() for b in adapter.b.values()]
+    factors = [b for adapter in adapters_of(trainer.models.policy_model).values() for b in adapter.b.values()]
 
     def step(published: int) -> dict[str, float]:
         for _ in range(published):

@@ -379,8 +379,10 @@ def test_tensors_are_classed_by_their_names() -> None:
 def test_every_layout_changes_the_same_weights_and_every_rank_puts_its_own_back(
     tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:
+    interleaved = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
     cases = [
         ("stages, tied", str(tiny_model("qwen3", tied=True)), {"pipeline_parallel": 2}),
+        ("chunks, tied", str(tiny_model("qwen3", tied=True, num_hidden_layers=4)), interleaved),
         ("tensor parallel, biases", str(tiny_model("qwen2", tied=False)), {"tensor_parallel": 2}),
         ("shared key heads", str(tiny_model("qwen2", num_key_value_heads=1)), {"tensor_parallel": 2}),
         ("latents", str(tiny_model("deepseek_v3")), {"tensor_parallel": 2, "expert_parallel": 2}),

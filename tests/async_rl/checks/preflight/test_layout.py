@@ -20,6 +20,9 @@ def test_what_divides_the_model_is_accepted() -> None:
     layout = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 4}
     require_layout(TrainerSection(**layout), EXPERTS, 8)
     require_layout(TrainerSection(tensor_parallel=4, pipeline_parallel=2), replace(DENSE, num_layers=3), 8)
+    interleaved = TrainerSection(pipeline_parallel=2, virtual_pipeline_parallel=3)
+    for num_layers in (6, 7, 8):
+        require_layout(interleaved, replace(DENSE, num_layers=num_layers), 4)
 
 
 def test_experts_have_feed_forward_parts_of_their_own_that_nothing_divides() -> None:
@@ -44,6 +47,26 @@ def test_experts_have_feed_forward_parts_of_their_own_that_nothing_divides() -> 
             "tensor_parallel = 12 does not divide the model's 32 rows of keys and values",
         ),
         (DENSE, 3, {"pipeline_parallel": 3}, "pipeline_parallel is 3, more than the model's 2 layers: set 2 at most"),
+        (
+            replace(DENSE, num_layers=5),
+            2,
+            {"pipeline_parallel": 2, "virtual_pipeline_parallel": 3},
+            "virtual_pipeline_parallel is 3: with trainer.pipeline_parallel = 2 these are 6 parts, more than the "
+            "model's 5 layers: set 2 at most",
+        ),
+        (
+            DENSE,
+            2,
+            {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
+            "these are 4 parts, more than the model's 2 layers: leave it at 1",
+        ),
+        (
+            DENSE,
+            2,
+            {"virtual_pipeline_parallel": 2},
+            "virtual_pipeline_parallel is 2, but trainer.pipeline_parallel is 1: ranks of a pipeline take turns with "
+            "their parts; leave it at 1, or set more stages",
+        ),
         (EXPERTS, 3, {"expert_parallel": 3}, "expert_parallel = 3 does not divide the model's 4 experts"),
         (
             replace(DENSE, vocab_size=97),
