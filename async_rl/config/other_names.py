@@ -16,6 +16,7 @@ def _names_of(trainer: str, *rows: tuple[str, tuple[str, ...], str]) -> dict[str
     return {name: OtherName(trainer, keys, note) for name, keys, note in rows}
 
 
+_ADAMW = "it is always AdamW; why not Muon: docs/decisions.md"
 _ALL_TOKENS = "tokens would have other probabilities than the trainer computes; sets of [[evaluation.sets]] have it"
 
 TRL = _names_of(
@@ -49,6 +50,7 @@ TRL = _names_of(
     ("adam_beta2", ("optimizer.beta2",), ""),
     ("adam_beta1", (), "it is always 0.9"),
     ("adam_epsilon", (), "it is always 1e-8"),
+    ("optim", (), _ADAMW),
     ("max_grad_norm", ("optimizer.clip_grad_norm",), ""),
     ("bf16", ("model.dtype",), ""),
     ("fp16", ("model.dtype",), "bfloat16 or float32"),
@@ -97,6 +99,7 @@ PRIME_RL = _names_of(
     ("seq_len", ("rollout.max_context_tokens",), ""),
     ("max_async_level", (), "nothing is older than the weights in training"),
     ("lr", ("optimizer.learning_rate",), ""),
+    ("optimizer.type", (), _ADAMW),
 )
 
 OTHER_NAMES = PRIME_RL | VERL | TRL

@@ -41,6 +41,7 @@ def test_the_page_about_migration_has_every_name(page: str, names: dict[str, Oth
     [
         ({"algorithm": {"beta": 0.1}}, "TRL's beta is 'algorithm.kl_coef' here; [algorithm] has "),
         ({"train": {"top_p": 0.9}}, "TRL's top_p has no counterpart: tokens would have other probabilities"),
+        ({"optimizer": {"type": "muon"}}, "optimizer.type has no counterpart: it is always AdamW; why not Muon"),
         ({"train": {"on_nonfinite": "fail"}}, "train.on_nonfinite has no counterpart: what it was by default holds"),
         ({"optimiser": {"learning_rate": 1}}, "did you mean [optimizer]?"),
         ({"trian": {"iterations": 1}}, "did you mean [train]?"),
