@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-fast test-all test-as-intel test-layouts test-gpu test-devices test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
 .PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-frozen-weights bench-producer bench-chaos bench-gpu \
-	bench-between-hosts bench-memory bench-peers bench-dock bench-system
+	bench-between-hosts bench-long-context bench-memory bench-peers bench-dock bench-system
 
 quickstart: $(READY_USER)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -135,6 +135,9 @@ bench-weight-sync: $(READY)
 
 bench-frozen-weights: $(READY)
 	$(BIN)/python -m benchmarks.frozen_weights --json $(ARGS)
+
+bench-long-context: $(READY)
+	$(BIN)/python -m benchmarks.long_context --json $(ARGS)
 
 bench-producer: $(READY)
 	$(BIN)/python -m benchmarks.producer --json $(ARGS)

@@ -34,7 +34,7 @@ from trainer.hf.adapters import add_adapters
 from trainer.hf.weights import load_hf_weights
 from trainer.loss_sums import sampled_logprobs
 from trainer.model.gpt import RankModel, SharedPromptGPT, build_model
-from trainer.model.logprobs import Scores
+from trainer.model.logprobs import Scores, of_all_labels
 from trainer.parallel import Parallel
 from trainer.policy.frozen_adapters import FrozenAdapters
 from trainer.policy.frozen_model import FrozenModel
@@ -59,7 +59,8 @@ class ValueGPT(SharedPromptGPT):
     def scores(self, rows_TH: torch.Tensor, labels: Labels, temperature: float, with_entropy: bool = True) -> Scores:
         """The value before each sampled token, with gradient, float32 (float64 if the rows are) [N]; nothing else."""
         values_R = self.output_layer(rows_TH.index_select(0, labels.logit_rows_R))
-        return values_R.index_select(0, labels.label_rows_N), None, None
+        values_N = values_R.index_select(0, labels.label_rows_N)
+        return of_all_labels((values_N, None, None), labels, self.row_sharers)
 
 
 class ValueHead(torch.nn.Module):
@@ -124,7 +125,7 @@ class Critic:
             self.old = FrozenModel(frozen, trainer.frozen_weights, parallel.device.DEVICE)
         self.model = with_gradient_sums(model, parallel, trainer)
         own = optimizer.model_copy(update={"learning_rate": options.critic_learning_rate})
-        self.optimizer = PolicyOptimizer(own, train, self.model, parallel.num_replicas > 1)
+        self.optimizer = PolicyOptimizer(own, train, self.model, parallel.shares_gradients)
         self._estimation = AdvantageEstimation(algorithm)
         self._terms: list[torch.Tensor] = []
 

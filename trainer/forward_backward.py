@@ -22,7 +22,14 @@ from async_rl.shared.cpu.exact import ROW_MULTIPLE
 from trainer.attention.prompt_cache import PromptCache
 from trainer.batching.group_slice import GroupSlice, slices_of, split_slice
 from trainer.batching.packing import pack_slices
-from trainer.batching.shared_prompt import MicroBatch, make_micro_batch, make_micro_group, make_prompt_rows
+from trainer.batching.shared_prompt import (
+    MicroBatch,
+    RowShare,
+    last_prompt_row,
+    make_micro_batch,
+    make_micro_group,
+    make_prompt_rows,
+)
 from trainer.model.gpt import RankModel
 from trainer.model.pipeline_shapes import pipeline_arguments
 from trainer.parallel import Parallel
@@ -135,11 +142,11 @@ class TwoStagePass:
     """One long slice: its prompt once, then its responses in micro-groups, then the prompt's backward once."""
 
     def __init__(self, whole: GroupSlice, parallel: Parallel, temperature: float, max_tokens: int) -> None:
-        device, multiple_of = parallel.device.DEVICE, _row_multiple(parallel)
-        self._num_prompt_rows = len(whole.prompt)
-        self._prompt_rows = make_prompt_rows(whole.prompt, device, multiple_of)
+        device, share = parallel.device.DEVICE, _row_share(parallel)
+        self._last_row, _ = last_prompt_row(len(whole.prompt), share)
+        self._prompt_rows = make_prompt_rows(whole.prompt, device, share)
         self.micro_batches = [
-            make_micro_group(part, device, multiple_of) for part in split_slice(whole, max_tokens, with_prompt=False)
+            make_micro_group(part, device, share) for part in split_slice(whole, max_tokens, with_prompt=False)
         ]
         self._temperature = temperature
 
@@ -161,7 +168,7 @@ class TwoStagePass:
     ) -> Iterator[tuple[torch.Tensor, Any, Any]]:
         (model,) = whole.chunks
         prompt_TH = model.rows_for_logits(model.hidden(self._prompt_rows, cache))
-        cache.begin_responses(prompt_TH[self._num_prompt_rows - 1 : self._num_prompt_rows])
+        cache.begin_responses(prompt_TH[self._last_row : self._last_row + 1])
         for micro_group in self.micro_batches:
             rows_TH = model.rows_for_logits(model.hidden(micro_group.rows, cache))
             rows_RH = torch.cat([cache.last_row(), rows_TH])
@@ -177,13 +184,13 @@ def _with_count(
 
 
 def _lay_out(slices: Sequence[GroupSlice], parallel: Parallel) -> MicroBatch:
-    return make_micro_batch(slices, parallel.device.DEVICE, _row_multiple(parallel))
+    return make_micro_batch(slices, parallel.device.DEVICE, _row_share(parallel))
 
 
-def _row_multiple(parallel: Parallel) -> int:
+def _row_share(parallel: Parallel) -> RowShare:
     if parallel.device.LAYER_OPS.exact:
-        return ROW_MULTIPLE
-    return parallel.tp_size
+        return RowShare(ROW_MULTIPLE)
+    return RowShare(parallel.cp_size * parallel.tp_size, parallel.cp_rank, parallel.cp_size)
 
 
 def _fitting(groups: Sequence[Group], max_tokens: int, split: bool) -> list[list[GroupSlice]]:

@@ -1,9 +1,9 @@
 """Process groups of the training ranks, and small JSON messages between them.
 
-Ranks form `num_replicas` replicas of the model; the ranks of one replica share its tensors (tensor parallel) and its
-layers (pipeline parallel). Experts are spread over `expert` consecutive ranks of a pipeline stage, first within a
-replica and then across neighbouring replicas. Ranks are numbered as in Megatron: tensor first, then replicas, then
-pipeline stages.
+Ranks form `num_replicas` replicas of the model; the ranks of one replica share its tensors (tensor parallel), the rows
+of its micro-batches (context parallel) and its layers (pipeline parallel). Experts are spread over `expert` consecutive
+ranks of a pipeline stage, first within a replica and then across neighbouring replicas. Ranks are numbered as in
+Megatron: tensor first, then context, then replicas, then pipeline stages.
 """
 
 import json
@@ -59,10 +59,14 @@ class Parallel:
     num_replicas: int
     tp_rank: int
     tp_size: int
+    cp_rank: int
+    cp_size: int
     pp_rank: int
     pp_size: int
     ep_rank: int
     ep_size: int
+    replica: dist.ProcessGroup
+    """All ranks of this replica, its leader first."""
     expert_peers: dist.ProcessGroup
     """All ranks of the replicas that share experts with this replica, including its own."""
     num_chunks: int = 1
@@ -76,7 +80,17 @@ class Parallel:
     @property
     def is_leader(self) -> bool:
         """Whether it produces its replica's rollouts; the replica's other ranks receive their groups from it."""
-        return self.tp_rank == 0 and self.pp_rank == 0
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def reports(self) -> bool:
+        """Whether it reports for its replica: one of its ranks with log-probs does."""
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.is_last_stage
+
+    @property
+    def shares_gradients(self) -> bool:
+        """Whether other ranks have the same weights and add to their gradients: they share the optimizer's state."""
+        return self.num_replicas * self.cp_size > 1
 
     @property
     def is_first_stage(self) -> bool:
@@ -94,7 +108,7 @@ class Parallel:
         The ranks of one stage in a replica hold all experts, once or several times, only if `ep_size` divides their
         number.
         """
-        return self.tp_size % self.ep_size != 0
+        return self.tp_size * self.cp_size % self.ep_size != 0
 
     def most_among_expert_peers(self, *counts: int) -> list[int]:
         """The maximum of each count over the replicas that share experts with this one.
@@ -171,6 +185,7 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
         tensor_model_parallel_size=section.tensor_parallel,
         pipeline_model_parallel_size=section.pipeline_parallel,
         virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+        context_parallel_size=section.context_parallel,
         expert_model_parallel_size=section.expert_parallel,
         # Experts are not divided.
         expert_tensor_parallel_size=1,
@@ -179,6 +194,7 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    replica = _make_groups(section.ranks_per_replica // section.pipeline_parallel, section)
     return Parallel(
         device=device,
         rank=dist.get_rank(),
@@ -187,11 +203,14 @@ def init_parallel(device: Device, seed: int, section: TrainerSection) -> Paralle
         num_replicas=parallel_state.get_data_parallel_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=section.tensor_parallel,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=section.context_parallel,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=section.pipeline_parallel,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=section.expert_parallel,
-        expert_peers=_make_expert_peers(section, dist.get_world_size(), dist.get_rank()),
+        replica=replica,
+        expert_peers=_expert_peers(section, replica),
         num_chunks=num_chunks,
     )
 
@@ -235,14 +254,19 @@ def _routed() -> Iterator[None]:
         ) from error
 
 
-def _make_expert_peers(section: TrainerSection, num_ranks: int, rank: int) -> dist.ProcessGroup:
-    """Creates the groups of all ranks, in the same order on each, and returns this rank's own.
+def _expert_peers(section: TrainerSection, replica: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Expert groups and replicas are both runs of consecutive ranks of a stage. They overlap up to the next rank at
+    which both begin."""
+    of_replica = section.ranks_per_replica // section.pipeline_parallel
+    overlap = math.lcm(of_replica, section.expert_parallel)
+    return replica if overlap == of_replica else _make_groups(overlap, section)
 
-    Expert groups and replicas are both runs of consecutive ranks of a stage. They overlap up to the next rank at which
-    both begin.
-    """
+
+def _make_groups(run: int, section: TrainerSection) -> dist.ProcessGroup:
+    """Creates the groups of all ranks, in the same order on each, and returns this rank's own: `run` consecutive ranks
+    of a stage with those of the other stages."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
     num_stage_ranks = num_ranks // section.pipeline_parallel
-    run = math.lcm(section.tensor_parallel, section.expert_parallel)
     for start in range(0, num_stage_ranks, run):
         stages = range(start, num_ranks, num_stage_ranks)
         ranks = [first + i for first in stages for i in range(run)]

@@ -109,7 +109,7 @@ class MegatronTrainer:
             teacher=algorithm.teacher if self._algorithm.needs.teacher else None,
         )
         num_held = algorithm.critic.critic_iterations_alone if self._algorithm.needs.values else 0
-        self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, parallel.num_replicas > 1, num_held)
+        self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, parallel.shares_gradients, num_held)
         self.critic: Critic | None = None
         if self._algorithm.needs.values:
             source = (self.checkpoint, self._dtype, parallel, section)
@@ -198,7 +198,7 @@ class MegatronTrainer:
             for a_pass, loss_of in zip(untrained, losses[len(trained) :], strict=True):
                 a_pass.forward(policy, loss_of)
         self._sums.note_untrained(sum(map(len, without)))
-        return self._sums.take_rows(groups) if self._reports else []
+        return self._sums.take_rows(groups) if self._parallel.reports else []
 
     def score(self, prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of each response's tokens under the current policy, after temperature, as rollouts report them.
@@ -213,7 +213,7 @@ class MegatronTrainer:
         passes = self._passes([[group]])
         with self.turns.weights(), self.models.policy_to_score() as policy:
             parts = [part for a_pass in passes for part in a_pass.logprobs(policy)]
-        logprobs_N = torch.cat(parts).tolist() if self._reports else []
+        logprobs_N = torch.cat(parts).tolist() if self._parallel.reports else []
         # Every replica has scored them; the first result is used.
         answer = iter(next(part for part in self._parallel.gather_json(logprobs_N) if part))
         return [list(islice(answer, len(response))) for response in responses]
@@ -229,7 +229,7 @@ class MegatronTrainer:
         """
         # A replica that got no group has not needed its memory until now.
         self.turns.take()
-        totals = self._own_totals() if self._reports else {}
+        totals = self._own_totals() if self._parallel.reports else {}
         own = [totals, memory_peaks(self._parallel.device.DEVICE), self._merges.own()]
         of_ranks = self._parallel.gather_json(own)
         of_merges = self._merges.note((merges for *_, merges in of_ranks), is_new=self._samples)
@@ -304,11 +304,6 @@ class MegatronTrainer:
         """The old policy if it does not follow from the policy, and so has to be saved in checkpoints."""
         return self.models.old if self._old_policy == "lagged" else None
 
-    @property
-    def _reports(self) -> bool:
-        """Whether this rank reports for its replica: only one of its ranks with log-probs does."""
-        return self._parallel.is_last_stage and self._parallel.tp_rank == 0
-
     def _by_gradient(self, window: Window) -> tuple[Window, Window]:
         """The groups that have a gradient and those that have none, in their original micro-batches.
 
@@ -346,7 +341,7 @@ class MegatronTrainer:
         for group in (group for window in windows for groups in window for group in groups):
             sums.append(self._algorithm.sums(Rollouts.of(group)))
         with together():
-            of_ranks = self._parallel.gather_json(added(sums) if self._reports else {})
+            of_ranks = self._parallel.gather_json(added(sums) if self._parallel.reports else {})
         self._totals = added(of_ranks)
         return windows
 

@@ -86,6 +86,7 @@ VERL = _names_of(
     ("gpu_memory_utilization", ("inference.engine_options",), ""),
     ("tensor_model_parallel_size", ("trainer.tensor_parallel",), "inference.tensor_parallel of the instances"),
     ("virtual_pipeline_model_parallel_size", ("trainer.virtual_pipeline_parallel",), ""),
+    ("ulysses_sequence_parallel_size", ("trainer.context_parallel",), ""),
     ("total_epochs", ("train.epochs",), ""),
     ("total_training_steps", ("train.iterations",), ""),
     ("save_freq", ("checkpoint.every",), ""),

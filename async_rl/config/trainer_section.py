@@ -16,6 +16,11 @@ class TrainerSection(Section):
     tensor_parallel: int = Field(
         1, ge=1, description="ranks that share every layer's tensors, and its rows (sequence parallelism)"
     )
+    context_parallel: int = Field(
+        1,
+        ge=1,
+        description="ranks that share the rows of every layer, and the heads of its attention: for long contexts",
+    )
     pipeline_parallel: int = Field(1, ge=1, description="ranks that share the layers")
     virtual_pipeline_parallel: int = Field(
         1,
@@ -43,7 +48,7 @@ class TrainerSection(Section):
 
     @property
     def ranks_per_replica(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
     def num_local_ranks(self) -> int:
@@ -65,8 +70,8 @@ class TrainerSection(Section):
         if num_ranks % self.ranks_per_replica:
             raise ConfigError(
                 f"{num_ranks} training ranks (trainer.num_processes) cannot form replicas of trainer.tensor_parallel x "
-                f"trainer.pipeline_parallel = {self.tensor_parallel} x {self.pipeline_parallel} = "
-                f"{self.ranks_per_replica} ranks: start a multiple of it"
+                f"context_parallel x pipeline_parallel = {self.tensor_parallel} x {self.context_parallel} x "
+                f"{self.pipeline_parallel} = {self.ranks_per_replica} ranks: start a multiple of it"
             )
         if self.virtual_pipeline_parallel > 1 and self.pipeline_parallel == 1:
             raise ConfigError(

@@ -15,7 +15,7 @@ PRODUCER_BYTES = 200 * 2**20
 
 REMEDY = (
     "lower trainer.micro_batch_tokens or inference.max_concurrency, set trainer.recompute, use more devices "
-    "(trainer.tensor_parallel, pipeline_parallel), or a smaller model"
+    "(trainer.tensor_parallel, pipeline_parallel; context_parallel for activations), or a smaller model"
 )
 
 

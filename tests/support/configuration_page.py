@@ -35,12 +35,16 @@ LAYOUTS = """## Layouts of the trainer
 A layout is accepted if all of these conditions hold, and otherwise refused before any weight is loaded, with the key
 and the remedy (the rule is in `async_rl/checks/preflight/layout.py`):
 
-- the ranks are a multiple of `tensor_parallel` x `pipeline_parallel`; the quotient is the number of replicas;
-- `tensor_parallel` divides attention heads, key / value heads, vocabulary and, without experts, the feed-forward size;
-  `pipeline_parallel` x `virtual_pipeline_parallel` is at most the number of layers, and with `pipeline_parallel` = 1
+- the ranks are a multiple of `tensor_parallel` x `context_parallel` x `pipeline_parallel`; the quotient is the number
+  of replicas;
+- `tensor_parallel` divides attention heads, vocabulary and, without experts, the feed-forward size; it divides the
+  key / value heads, or is a multiple of their number;
+- `context_parallel` divides the attention heads of a tensor-parallel rank; it divides that rank's key / value heads,
+  or is a multiple of their number;
+- `pipeline_parallel` x `virtual_pipeline_parallel` is at most the number of layers, and with `pipeline_parallel` = 1
   the latter is 1;
-- `expert_parallel` divides the experts and the ranks of a stage (`tensor_parallel` x replicas), and is 1 without
-  experts.
+- `expert_parallel` divides the experts and the ranks of a stage (`tensor_parallel` x `context_parallel` x replicas),
+  and is 1 without experts.
 
 `recompute`, `frozen_weights` and groups longer than `micro_batch_tokens` work with every
 accepted layout.
@@ -74,7 +78,7 @@ WHEN_TUNING = {
     "overlong_tokens old_policy importance teacher teacher_coef",
     "optimizer": "schedule min_learning_rate_ratio warmup_iterations weight_decay clip_grad_norm",
     "train": "steps_per_batch mode order exact",
-    "trainer": "tensor_parallel pipeline_parallel virtual_pipeline_parallel expert_parallel recompute "
+    "trainer": "tensor_parallel context_parallel pipeline_parallel virtual_pipeline_parallel expert_parallel recompute "
     "micro_batch_tokens frozen_weights",
     "checkpoint": "keep",
     "inference": "tensor_parallel max_concurrency engine_options",

@@ -34,7 +34,7 @@ from tests.support.groups import make_group, make_response
 from tests.support.tiny_model import FAMILIES
 from trainer.batching.group_slice import slices_of
 from trainer.batching.packing import pack
-from trainer.batching.shared_prompt import make_micro_batch
+from trainer.batching.shared_prompt import RowShare, make_micro_batch
 from trainer.devices import Device, cpu_exact
 from trainer.forward_backward import make_passes
 from trainer.hf.weights import load_hf_weights
@@ -369,7 +369,7 @@ def test_gradients_are_the_ordinary_ones(checkpoint: Path, exactly: Parallel, pa
     gradients = []
     for of, recompute in ((parallel, "none"), (exactly, "none"), (exactly, "full")):
         model = load(checkpoint, of, recompute)
-        logprobs_N, *_ = model(make_micro_batch(slices_of(groups), torch.device("cpu"), ROW_MULTIPLE), 0.8)
+        logprobs_N, *_ = model(make_micro_batch(slices_of(groups), torch.device("cpu"), RowShare(ROW_MULTIPLE)), 0.8)
         (logprobs_N * torch.arange(1.0, 1.0 + len(logprobs_N)).sin()).sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, expected in gradients[0].items():

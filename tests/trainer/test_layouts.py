@@ -95,7 +95,7 @@ def test_no_kind_of_placement_is_accepted_that_the_matrix_does_not_compare() -> 
         Case(placement, experts, True, False, "none", False).kind
         for num_ranks, experts in product(range(1, 17), (False, True))
         for placement in placements(num_ranks)
-        if num_ranks % (placement.tensor * placement.pipeline) == 0 and refusal(placement, experts) is None
+        if num_ranks % placement.ranks_per_replica == 0 and refusal(placement, experts) is None
     }
     assert accepted == compared
 
@@ -160,6 +160,18 @@ def test_a_pairwise_cover_of_the_matrix_trains_what_one_rank_trains(
     cover: list[Case], one_rank: OneRank, tmp_path: Path
 ) -> None:
     compare(cover, one_rank, tmp_path, timeout_s=600)
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+@pytest.mark.timeout(1250)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_share_rows_train_what_one_rank_trains_in_every_pair_of_settings(
+    num_ranks: int, one_rank: OneRank, tmp_path: Path
+) -> None:
+    candidates = (with_frozen_models(cases(num_ranks)), ragged_cases(num_ranks), deepseek_cases(num_ranks))
+    shared = [[case for case in some if case.placement.context > 1] for some in candidates]
+    compare({case for some in shared for case in cover_of(some)}, one_rank, tmp_path, timeout_s=1200)
 
 
 @pytest.mark.nightly

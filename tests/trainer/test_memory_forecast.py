@@ -1,7 +1,13 @@
 """The forecast's parts against real models: parameters, gradients, moments, kept activations, the engine's store."""
 
 import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +34,8 @@ from async_rl.shared.weights import stream
 from inference_service.engine import cache_size, kv_store
 from inference_service.engine.kv_store import KVStore
 from tests.support.minimal_config import minimal_tree
+from tests.support.trainer import kept_worker
+from tests.support.trainer.kept_worker import kept_bytes
 from trainer.batching.group_slice import num_rows
 from trainer.hf import weight_export
 from trainer.hf.weight_map import Layout, tied_head, weight_map
@@ -95,20 +103,9 @@ def test_weights_gradients_and_moments_have_the_forecast_bytes(
     assert forecast["optimizer"] == moments + masters
 
 
-def kept_bytes(trainer: MegatronTrainer, groups: list[Group]) -> int:
-    """Of all tensors that autograd keeps of one micro-batch, each memory counted once, without the weights."""
-    weights = {p.untyped_storage().data_ptr() for p in trainer.models.policy.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        trainer.accumulate([groups])
-    return sum(kept.values())
+def of_depth(tiny_model: Callable[..., Path], family: str, num_layers: int) -> Path:
+    size = {"num_hidden_layers": num_layers, "hidden_size": 64, "intermediate_size": 192}
+    return tiny_model(family, **size, **{"first_k_dense_replace": 9} if family == "deepseek_v3" else {})
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "deepseek_v3"])
@@ -124,13 +121,40 @@ def test_activations_of_a_layer_are_those_that_autograd_keeps(
     # The difference of two depths: what is outside of the layers is equal.
     found = {}
     for num_layers in (1, 3):
-        size = {"num_hidden_layers": num_layers, "hidden_size": 64, "intermediate_size": 192}
-        model = tiny_model(family, **size, **{"first_k_dense_replace": 9} if family == "deepseek_v3" else {})
+        model = of_depth(tiny_model, family, num_layers)
         trainer = make_trainer(model)
         found[num_layers] = kept_bytes(trainer, groups)
     per_row = layer_values_per_row(read_shape(model), ONE_RANK, "none", fused_swiglu=False)
     # Norms' scales and log-sum-exps, a few values of each row, are left out.
     assert (found[3] - found[1]) / 2 == pytest.approx(4 * rows * per_row, rel=0.08)
+
+
+@pytest.mark.distributed
+def test_activations_of_ranks_that_share_rows_are_those_that_autograd_keeps(
+    tiny_model: Callable[..., Path], ragged_groups: list[Group], tmp_path: Path
+) -> None:
+    """Also where several ranks have the same key / value head."""
+    groups = [group for group in ragged_groups if len(set(group.rewards)) > 1]
+    rows = sum(num_rows(group) for group in groups)
+    families = ("qwen3", "llama", "deepseek_v3")
+    models = [of_depth(tiny_model, family, num_layers) for family in families for num_layers in (1, 3)]
+    models += [tiny_model("qwen3", num_key_value_heads=1, num_hidden_layers=n, hidden_size=64) for n in (1, 3)]
+    layout = {"context_parallel": 2}
+    (tmp_path / "cases").write_bytes(pickle.dumps([(str(model), layout) for model in models]))
+    (tmp_path / "groups").write_bytes(pickle.dumps(groups))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [*torchrun, "-m", kept_worker.__name__, tmp_path / "cases", tmp_path / "groups", tmp_path],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"},
+        timeout=240,
+        check=True,
+    )
+    shares = dataclasses.replace(ONE_RANK, context=2)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        for model, shallow, deep in zip(models[1::2], found[::2], found[1::2], strict=True):
+            per_row = layer_values_per_row(read_shape(model), shares, "none", fused_swiglu=False)
+            assert (deep - shallow) / 2 == pytest.approx(4 * ceil(rows / 2) * per_row, rel=0.08), model
 
 
 def test_recomputation_keeps_less_and_sharing_divides() -> None:
@@ -142,6 +166,15 @@ def test_recomputation_keeps_less_and_sharing_divides() -> None:
     assert full == 64 < selective < whole
     halved = dataclasses.replace(ONE_RANK, tensor=2)
     assert layer_values_per_row(sizes, halved, "none", fused_swiglu=False) * 2 == whole
+    config = config_with(trainer={"micro_batch_tokens": 1000, "recompute": "full"})
+    of_two = dataclasses.replace(ONE_RANK, context=2)
+    alone, shared = (
+        training_memory.activation_bytes(sizes, shares, config, fused_swiglu=True) for shares in (ONE_RANK, of_two)
+    )
+    assert 0.5 * alone <= shared < 0.6 * alone
+    assert training_memory.logits_bytes(sizes, of_two, config) * 2 == training_memory.logits_bytes(
+        sizes, ONE_RANK, config
+    )
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (4, 1), (2, 2), (2, 3), (4, 2), (8, 5)])

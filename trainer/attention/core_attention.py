@@ -1,6 +1,7 @@
 """The core attention that Megatron's layers call, and the packed_seq_params that are passed to it.
 
-Shape legend: T fed rows, H query heads, K key / value heads, D head dimension; 1 is Megatron's batch dimension.
+Shape legend: T fed rows of this rank, S key / value rows, H query heads, K key / value heads, D head dimension; 1 is
+Megatron's batch dimension.
 """
 
 import math
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from trainer.attention.head_exchange import heads_to_rows, rows_to_heads
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.segments import Segments
 from trainer.attention.shared_attention import shared_prompt_attention
@@ -25,7 +27,8 @@ class SharedPromptParams(PackedSeqParams):
 
     The rotary angles are included, by position: Megatron's own would number the rows, or restart at 0 in every segment.
     Layers in `unrotated_layers`, by Megatron's numbers from 1, do without. `query_scale_T11` multiplies the queries.
-    The format stays "sbhd", for which Megatron does not rearrange the rows.
+    Angles and scales are those of this rank's rows, segments of all. `cp_group` are the ranks that share the rows, None
+    for one. The format stays "sbhd", for which Megatron does not rearrange the rows.
     """
 
     segments: Segments
@@ -81,6 +84,8 @@ class SharedPromptAttention(torch.nn.Module):
             query_THD, key_SKD = (_rotated(rows, params) for rows in (query_THD, key_SKD))
         if params.query_scale_T11 is not None:
             query_THD = query_THD * params.query_scale_T11
+        if params.cp_group is not None:
+            query_THD, key_SKD, value_SKD = rows_to_heads([query_THD, key_SKD, value_SKD], params.cp_group)
         if params.cache is not None:
             key_SKD, value_SKD = params.cache.extend(self._layer_number, key_SKD, value_SKD)
         size = value_SKD.shape[-1]
@@ -89,7 +94,10 @@ class SharedPromptAttention(torch.nn.Module):
         out_THD = shared_prompt_attention(
             query_THD, key_SKD, value_SKD, params.segments, self._scale, params.kernel, params.ops.merge
         )
-        return out_THD[..., :size].flatten(1)[:, None]
+        out_THD = out_THD[..., :size]
+        if params.cp_group is not None:
+            out_THD = heads_to_rows(out_THD, params.cp_group)
+        return out_THD.flatten(1)[:, None]
 
 
 def _of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import LeaderFailed
@@ -32,7 +31,7 @@ class GroupFeed:
         self._parallel = parallel
         self._max_tokens = section.micro_batch_tokens
         self._whole_backlog = section.trains_backlogs
-        self._replica = parallel_state.get_model_parallel_group()
+        self._replica = parallel.replica
         self._leader = dist.get_global_rank(self._replica, 0)
         self._has_followers = dist.get_world_size(self._replica) > 1
 

@@ -5,8 +5,10 @@ to a prompt are contiguous, as are the prompts, and no kernel has to gather them
 after its prompt. A response's last token is a label only: nothing follows it, so it is not fed. Observed tokens are fed
 only: they are no labels, and the rows before them have no logits.
 
-Shape legend: T fed rows, S key / value rows, P prompt tokens, G responses, N sampled tokens (labels), R rows with
-logits.
+Context-parallel ranks lay out the same micro-batch, and have a run of its rows each, with the labels that these give.
+
+Shape legend: T fed rows of this rank, S key / value rows, P prompt tokens, G responses, N sampled tokens (labels) of
+this rank, R its rows with logits.
 """
 
 from collections.abc import Sequence
@@ -22,8 +24,33 @@ from trainer.devices.host_copies import to_device
 
 
 @dataclass(frozen=True, slots=True)
+class RowShare:
+    """Which rows a context-parallel rank has: those of number `rank` of `ways` runs of equal length.
+
+    Rows are padded to a multiple of `multiple_of`, which is one of `ways`, with a separate segment that is never read;
+    tensor-parallel ranks divide a run once more.
+    """
+
+    multiple_of: int = 1
+    rank: int = 0
+    ways: int = 1
+
+    def padding(self, num_rows: int) -> int:
+        """Rows to add; at least one row in all, so that every pass runs the same collectives."""
+        return -num_rows % self.multiple_of if num_rows else self.multiple_of
+
+    def of(self, num_rows: int) -> range:
+        """The numbers of this rank's rows, of `num_rows` with the padding."""
+        size = num_rows // self.ways
+        return range(self.rank * size, (self.rank + 1) * size)
+
+
+WHOLE = RowShare()
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
-    """The decoder's input: int64 tokens_T and positions_T, and which rows attend to which."""
+    """The decoder's input: int64 tokens_T and positions_T, and which rows, of all ranks, attend to which."""
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
@@ -53,8 +80,9 @@ class Labels:
     """Which rows give the log-prob of which sampled token; all int64.
 
     Label i is `labels_N[i]`, and the logits of row `logit_rows_R[label_rows_N[i]]` give it: the first token of every
-    response uses its prompt's last row. The labels of a response are contiguous, `lengths_G` of them;
-    `rollout_lengths_G` are those of its whole rollout, wherever the rollout's other responses are.
+    response uses its prompt's last row. The labels of a response are contiguous, `lengths_G` of them, of all ranks;
+    `rollout_lengths_G` are those of its whole rollout, wherever the rollout's other responses are. Where ranks share
+    rows, label i has place `places_N[i]` among the `num_labels` of the micro-batch.
     """
 
     logit_rows_R: torch.Tensor
@@ -63,6 +91,8 @@ class Labels:
     lengths_G: torch.Tensor
     rollout_lengths_G: torch.Tensor
     judged: Judged | None = None
+    places_N: torch.Tensor | None = None
+    num_labels: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +104,8 @@ class MicroBatch:
     labels: Labels
 
 
-def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, multiple_of: int = 1) -> MicroBatch:
-    """Lays `slices` out as one micro-batch; without slices, one that adds nothing to loss and gradients.
-
-    Args:
-        multiple_of: the number of rows is padded to a multiple of it with a separate segment that is never read;
-            required by sequence parallelism.
-    """
+def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, share: RowShare = WHOLE) -> MicroBatch:
+    """Lays `slices` out as one micro-batch; without slices, one that adds nothing to loss and gradients."""
     for part in slices:
         _require_labels(part)
     # A prompt that no fed row attends to comes after the other prompts, so that the attended ones are contiguous.
@@ -95,8 +120,7 @@ def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, multipl
         for response in part.responses:
             tokens += response.token_ids[:-1]
             positions += range(len(part.prompt), len(part.prompt) + len(response.token_ids) - 1)
-    # At least one row, so that every pass runs the same collectives.
-    padding = -len(tokens) % multiple_of if tokens else multiple_of
+    padding = share.padding(len(tokens))
     segment_lens = [len(part.prompt) for part in ordered] + [n for part in ordered for n in part.fed_lens]
     attended = [part for part in ordered if part.fed_lens]
     segments = Segments(
@@ -104,56 +128,130 @@ def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, multipl
         _cross_part(attended, [len(part.prompt) for part in attended], device),
         cross_q_start=num_prompt_rows,
     )
-    rows = (tokens + [0] * padding, positions + list(range(padding)))
-    return _micro_batch(slices, rows, segments, _labels(slices, prompt_ends, first_rows), device)
+    own = share.of(segments.num_rows)
+    labels = _own_labels(_labels(slices, prompt_ends, first_rows), own, own.start)
+    return _micro_batch(slices, _own_rows(tokens, positions, padding, own), segments, labels, device, share)
 
 
-def make_prompt_rows(prompt: Sequence[int], device: torch.device, multiple_of: int = 1) -> Rows:
+def make_prompt_rows(prompt: Sequence[int], device: torch.device, share: RowShare = WHOLE) -> Rows:
     """A prompt alone: the first of the two stages of a slice that is too long for one micro-batch."""
-    num_prompt = len(prompt)
-    padding = -num_prompt % multiple_of
+    num_prompt, padding = len(prompt), share.padding(len(prompt))
     lens = [num_prompt, padding] if padding else [num_prompt]
-    tokens, positions = [*prompt, *[0] * padding], [*range(num_prompt), *range(padding)]
-    tokens_T, positions_T = _integers((tokens, positions), device)
+    own = share.of(num_prompt + padding)
+    tokens_T, positions_T = _integers(_own_rows([*prompt], [*range(num_prompt)], padding, own), device)
     return Rows(tokens_T, positions_T, Segments(_self_part(lens, device), None))
 
 
-def make_micro_group(part: GroupSlice, device: torch.device, multiple_of: int = 1) -> MicroBatch:
+def last_prompt_row(num_prompt: int, share: RowShare = WHOLE) -> tuple[int, bool]:
+    """(This rank's row to give on from `make_prompt_rows`; whether it is the prompt's last row, or another rank has
+    that)."""
+    own, last = share.of(num_prompt + share.padding(num_prompt)), num_prompt - 1
+    return min(max(last, own.start), own.stop - 1) - own.start, last in own
+
+
+def make_micro_group(part: GroupSlice, device: torch.device, share: RowShare = WHOLE) -> MicroBatch:
     """Responses without their prompt's rows: the second stage.
 
     Key rows are those of the first stage, followed by those of this micro-group. The rows that logits are taken from
-    begin with the prompt's last row, which precedes the micro-group's own rows.
+    begin with the one of `last_prompt_row`, which precedes the micro-group's own rows.
     """
     _require_labels(part)
     num_prompt = len(part.prompt)
     tokens = [token for response in part.responses for token in response.token_ids[:-1]]
     positions = [num_prompt + i for fed in part.fed_lens for i in range(fed)]
-    # At least one row, so that every pass runs the same collectives.
-    padding = -len(tokens) % multiple_of if tokens else multiple_of
+    padding = share.padding(len(tokens))
     segments = Segments(
         _self_part([*part.fed_lens, padding] if padding else part.fed_lens, device),
         _cross_part([part] if part.fed_lens else [], [num_prompt], device),
-        self_kv_start=num_prompt + -num_prompt % multiple_of,
+        self_kv_start=num_prompt + share.padding(num_prompt),
     )
-    rows = (tokens + [0] * padding, positions + list(range(padding)))
-    return _micro_batch([part], rows, segments, _labels([part], {id(part): 1}, {id(part): 1}), device)
+    own = share.of(segments.num_rows)
+    _, has_prompt = last_prompt_row(num_prompt, share)
+    numbered = range(own.start + 1, own.stop + 1)
+    labels = _own_labels(_labels([part], {id(part): 1}, {id(part): 1}), numbered, own.start, has_first=has_prompt)
+    return _micro_batch([part], _own_rows(tokens, positions, padding, own), segments, labels, device, share)
+
+
+@dataclass(frozen=True, slots=True)
+class _LabelLists:
+    """The fields of `Labels` on the host; `in_response` has the place of each label in its response."""
+
+    logit_rows: list[int]
+    label_rows: list[int]
+    labels: list[int]
+    lengths: list[int]
+    rollout_lengths: list[int]
+    in_response: list[int]
+    places: list[int]
+
+    def judged(self) -> tuple[list[int], list[int]]:
+        """(The judged rows; for each label its row's number among them, or -1.)
+
+        A row may give a judged token and others: only a prompt's last one does, and all of its tokens are first ones.
+        """
+        pairs = zip(self.label_rows, self.in_response, strict=True)
+        rows = sorted({row for row, place in pairs if place % JUDGED_EVERY == 0})
+        order = {row: i for i, row in enumerate(rows)}
+        return rows, [order.get(row, -1) for row in self.label_rows]
+
+
+def _own_rows(tokens: list[int], positions: list[int], padding: int, own: range) -> tuple[list[int], list[int]]:
+    """Tokens and positions of this rank's rows."""
+    part = slice(own.start, own.stop)
+    return (tokens + [0] * padding)[part], (positions + list(range(padding)))[part]
+
+
+def _own_labels(whole: _LabelLists, own: range, shift: int, *, has_first: bool = False) -> _LabelLists:
+    """Those of the labels whose logits come from the rows `own`, which this rank numbers from `shift` on.
+
+    Args:
+        has_first: whether row 0 is this rank's, too, and has that number there.
+    """
+    rows = [0 if has_first and row == 0 else row - shift if row in own else None for row in whole.logit_rows]
+    numbers: dict[int, int] = {}
+    for i, row in enumerate(rows):
+        if row is not None:
+            numbers[i] = len(numbers)
+    places = [place for place, i in enumerate(whole.label_rows) if i in numbers]
+    return _LabelLists(
+        # At least one row, so that every pass runs the same collectives.
+        [row for row in rows if row is not None] or [0],
+        [numbers[whole.label_rows[place]] for place in places],
+        [whole.labels[place] for place in places],
+        whole.lengths,
+        whole.rollout_lengths,
+        [whole.in_response[place] for place in places],
+        places,
+    )
 
 
 def _micro_batch(
     slices: Sequence[GroupSlice],
     rows: tuple[list[int], list[int]],
     segments: Segments,
-    labels: tuple[list[int], ...],
+    labels: _LabelLists,
     device: torch.device,
+    share: RowShare,
 ) -> MicroBatch:
-    """A micro-batch of these tokens and positions, and of the fields of `Labels`."""
-    tokens_T, positions_T, *of_labels, rows_J, index_N = _integers((*rows, *labels), device)
+    judged_rows, judged_index = labels.judged()
+    lists = (labels.logit_rows, labels.label_rows, labels.labels, labels.lengths, labels.rollout_lengths)
+    tokens_T, positions_T, *of_labels, rows_J, index_N, places_N = _integers(
+        (*rows, *lists, judged_rows, judged_index, labels.places), device
+    )
     logit_rows_R, label_rows_N, labels_N, lengths_G, rollout_lengths_G = of_labels
-    judged = Judged(tuple(labels[-2]), rows_J, index_N)
     return MicroBatch(
         tuple(slices),
         Rows(tokens_T, positions_T, segments),
-        Labels(logit_rows_R, label_rows_N, labels_N, lengths_G, rollout_lengths_G, judged),
+        Labels(
+            logit_rows_R,
+            label_rows_N,
+            labels_N,
+            lengths_G,
+            rollout_lengths_G,
+            Judged(tuple(judged_rows), rows_J, index_N),
+            places_N if share.ways > 1 else None,
+            sum(labels.lengths),
+        ),
     )
 
 
@@ -167,19 +265,13 @@ def _cross_part(attended: Sequence[GroupSlice], prompt_lens: Sequence[int], devi
     return Part(tuple(sum(part.fed_lens) for part in attended), tuple(prompt_lens), False, device)
 
 
-def _labels(
-    slices: Sequence[GroupSlice], prompt_ends: dict[int, int], first_rows: dict[int, int]
-) -> tuple[list[int], ...]:
-    """The fields of the `Labels` of `slices`, whose prompts end before row `prompt_ends`; the last two are of `Judged`.
-
-    Their responses begin at `first_rows`.
-    """
-    logit_rows: list[int] = [] if slices else [0]
+def _labels(slices: Sequence[GroupSlice], prompt_ends: dict[int, int], first_rows: dict[int, int]) -> _LabelLists:
+    """Those of all rows, of `slices` whose prompts end before row `prompt_ends` and responses begin at `first_rows`."""
+    logit_rows: list[int] = []
     label_rows: list[int] = []
     labels: list[int] = []
     lengths: list[int] = []
     rollout_lengths: list[int] = []
-    places: list[int] = []
     for part in slices:
         prompt_row: int | None = None
         first_row = first_rows[id(part)]
@@ -197,13 +289,10 @@ def _labels(
                 labels += response.token_ids[run.start : run.stop]
             first_row += len(response.token_ids) - 1
             lengths.append(response.num_sampled)
-            places += range(response.num_sampled)
         of_rollouts = part.group.rollout_lengths
         rollout_lengths += [of_rollouts[rollout] for rollout in part.rollouts]
-    judged = sorted({row for row, place in zip(label_rows, places, strict=True) if place % JUDGED_EVERY == 0})
-    order = {row: i for i, row in enumerate(judged)}
-    # A row may give a judged token and others: only a prompt's last one does, and all of its tokens are first ones.
-    return logit_rows, label_rows, labels, lengths, rollout_lengths, judged, [order.get(row, -1) for row in label_rows]
+    in_response = [i for length in lengths for i in range(length)]
+    return _LabelLists(logit_rows, label_rows, labels, lengths, rollout_lengths, in_response, list(range(len(labels))))
 
 
 def _require_labels(part: GroupSlice) -> None:

@@ -344,6 +344,7 @@ def _layout(parallel: Parallel) -> dict[str, int]:
     return {
         "ranks": parallel.num_ranks,
         "tensor_parallel": parallel.tp_size,
+        "context_parallel": parallel.cp_size,
         "pipeline_parallel": parallel.pp_size,
         "virtual_pipeline_parallel": parallel.num_chunks,
         "expert_parallel": parallel.ep_size,

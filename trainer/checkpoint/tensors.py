@@ -154,7 +154,7 @@ def _adapter_pieces(model: RankModel) -> Iterator[tuple[int, list[_Piece]]]:
                             whole,
                             offset,
                             None,
-                            (0, tp_rank, parallel.dp_rank),
+                            (0, tp_rank, parallel.dp_rank * parallel.cp_size + parallel.cp_rank),
                         ),
                     )
                 ],

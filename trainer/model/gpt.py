@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
@@ -44,7 +45,7 @@ from trainer.model.layer_spec import (
     use_layer_ops,
     use_linear,
 )
-from trainer.model.logprobs import Scores, response_logprobs
+from trainer.model.logprobs import Scores, of_all_labels, response_logprobs
 from trainer.parallel import Parallel
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -84,14 +85,16 @@ class SharedPromptGPT(GPTModel):
         keep_rows_local(self)
         self.shape = shape
         self.parallel = parallel
+        self.row_sharers = parallel_state.get_context_parallel_group() if parallel.cp_size > 1 else None
+        """The context-parallel ranks, which have other rows of the same micro-batches; None for one."""
         self.other_head: torch.Tensor | None = None
         """Replaces a tied head while it is set; of the same shape."""
         self._ops = parallel.device.LAYER_OPS
         self.kernel = checked_kernel(
             parallel.device,
             config.params_dtype,
-            shape.num_heads // parallel.tp_size,
-            max(1, shape.num_kv_heads // parallel.tp_size),
+            shape.num_heads // (parallel.tp_size * parallel.cp_size),
+            max(1, shape.num_kv_heads // (parallel.tp_size * parallel.cp_size)),
             shape.kernel_dim,
         )
 
@@ -108,7 +111,7 @@ class SharedPromptGPT(GPTModel):
         return self.scores(self.rows_for_logits(hidden_T1H), micro_batch.labels, temperature, with_entropy)
 
     def hidden(self, rows: Rows, cache: PromptCache | None = None) -> torch.Tensor:
-        """This stage's output, [T, 1, H]; with sequence parallelism this rank's share of the rows.
+        """This stage's output, [T, 1, H]; with sequence parallelism this rank's share of `rows`.
 
         A stage other than the first takes its input from `set_input_tensor`, which Megatron's pipeline calls.
         """
@@ -130,6 +133,7 @@ class SharedPromptGPT(GPTModel):
             cache=cache,
             unrotated_layers=self.shape.unrotated_layers,
             query_scale_T11=self._query_scale(rows.positions_T),
+            cp_group=self.row_sharers,
         )
         out_T1H: torch.Tensor = self.decoder(
             hidden_states=hidden_T1H, attention_mask=None, rotary_pos_emb=None, packed_seq_params=params
@@ -150,7 +154,7 @@ class SharedPromptGPT(GPTModel):
         if self.other_head is not None:
             weight_VH = self.other_head
         hidden_RH = rows_TH.index_select(0, labels.logit_rows_R)
-        return response_logprobs(
+        of_own = response_logprobs(
             hidden_RH,
             weight_VH,
             labels.label_rows_N,
@@ -161,6 +165,7 @@ class SharedPromptGPT(GPTModel):
             labels.judged,
             self.shape.multipliers.logits if self.shape.multipliers else 1.0,
         )
+        return of_all_labels(of_own, labels, self.row_sharers)
 
     def _query_scale(self, positions_T: torch.Tensor) -> torch.Tensor | None:
         """What the queries of each position are multiplied by, [T, 1, 1], in the model's dtype."""
@@ -249,6 +254,7 @@ def build_model(
         perform_initialization=False,
         cuda_graph_scope=[],
         tensor_model_parallel_size=parallel.tp_size,
+        context_parallel_size=parallel.cp_size,
         pipeline_model_parallel_size=parallel.pp_size,
         virtual_pipeline_model_parallel_size=parallel.num_chunks if parallel.num_chunks > 1 else None,
         pipeline_model_parallel_layout=_pipeline_layout(shape.num_layers, parallel),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from async_rl.method.proof.draws import POWERS
-from trainer.batching.shared_prompt import Judged
+from trainer.batching.shared_prompt import Judged, Labels
 from trainer.devices.layer_ops import DEFAULT_OPS, LayerOps
 
 Scores = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -160,6 +160,53 @@ class _ResponseLogprobs(torch.autograd.Function):
             dweight_VH = part_VH.to(_wide(part_VH.dtype)) if dweight_VH is None else dweight_VH.add_(part_VH)
         dweight_VH = None if dweight_VH is None else dweight_VH.to(weight_VH.dtype)
         return torch.cat(dhidden), dweight_VH, None, None, None, None, None, None, None
+
+
+def of_all_labels(of_own: Scores, labels: Labels, group: dist.ProcessGroup | None) -> Scores:
+    """What each context-parallel rank has of its own labels as that of all labels of the micro-batch, on each of them.
+
+    All ranks compute the same loss of it, so each takes its own part of the gradient: nothing is exchanged in backward.
+    Waits for the ranks of `group`; without one all labels are this rank's.
+    """
+    if group is None or labels.places_N is None:
+        return of_own
+    # `apply` is untyped in torch.
+    everything: Scores = _OfAllLabels.apply(*of_own, labels.places_N, labels.num_labels, group)  # type: ignore[no-untyped-call]
+    return everything
+
+
+class _OfAllLabels(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        first_N: torch.Tensor,
+        entropy_N: torch.Tensor | None,
+        log_ratios_KN: torch.Tensor | None,
+        places_N: torch.Tensor,
+        num_labels: int,
+        group: dist.ProcessGroup,
+    ) -> Scores:
+        given = [first_N[None]] + [x if x.dim() == 2 else x[None] for x in (entropy_N, log_ratios_KN) if x is not None]
+        own = torch.cat(given)
+        # Every label is one rank's, and the others add 0 to it.
+        everything = own.new_zeros(len(own), num_labels)
+        everything[:, places_N] = own
+        dist.all_reduce(everything, group=group)
+        ctx.save_for_backward(places_N)
+        ctx.set_materialize_grads(False)
+        # Not views of one tensor, which a loss could not change in place.
+        logprobs_N, *others = (row.clone() for row in everything)
+        if log_ratios_KN is None:
+            return logprobs_N, None if entropy_N is None else others[0], None
+        all_ratios_KN = everything[2:].clone()
+        ctx.mark_non_differentiable(all_ratios_KN)
+        return logprobs_N, others[0], all_ratios_KN
+
+    @staticmethod
+    def backward(ctx: Any, dfirst: torch.Tensor | None, dentropy: torch.Tensor | None, _: None) -> Any:
+        (places_N,) = ctx.saved_tensors
+        own = (grad if grad is None else grad.index_select(0, places_N) for grad in (dfirst, dentropy))
+        return *own, None, None, None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

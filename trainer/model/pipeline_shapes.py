@@ -21,7 +21,8 @@ def pipeline_arguments(config: TransformerConfig, num_rows: Sequence[int]) -> di
     if config.pipeline_model_parallel_size == 1:
         return {}
     group = parallel_state.get_pipeline_model_parallel_group()
-    shapes = [(rows // config.tensor_model_parallel_size, 1, config.hidden_size) for rows in num_rows]
+    ways = config.tensor_model_parallel_size * config.context_parallel_size
+    shapes = [(rows // ways, 1, config.hidden_size) for rows in num_rows]
     of_activations = of_gradients = shapes
     if (num_chunks := config.virtual_pipeline_model_parallel_size) is not None:
         # In the schedule's order. Nothing follows the last chunk of the last stage, whose turn would be the first's;

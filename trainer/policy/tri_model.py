@@ -111,6 +111,6 @@ def load_tri_model(
 def with_gradient_sums(model: RankModel, parallel: Parallel, section: TrainerSection) -> DistributedDataParallel:
     """The model with Megatron's fp32 buffers, in which gradients add up."""
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.num_replicas > 1
+        grad_reduce_in_fp32=True, use_distributed_optimizer=parallel.shares_gradients
     )
     return DistributedDataParallel(model.config, config, model)

@@ -62,9 +62,8 @@ class Scorer:
                 for response, own_N in zip(responses, logprobs_N.split(sizes), strict=True):
                     parts[response] = own_N.tolist()
         ordered = [logprob for response in sorted(parts) for logprob in parts[response]]
-        reports = self._parallel.is_last_stage and self._parallel.tp_rank == 0
         # Every replica has scored them; the first result is used.
-        answers = self._parallel.gather_json(ordered if reports else [])
+        answers = self._parallel.gather_json(ordered if self._parallel.reports else [])
         return torch.tensor(next(answer for answer in answers if answer), dtype=torch.float64)
 
     def by_policy(self, groups: Sequence[Group], temperature: float) -> torch.Tensor:

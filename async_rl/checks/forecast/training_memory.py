@@ -49,7 +49,8 @@ PARCEL_BYTES = 64 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How a run's layout divides a model: `data` replicas; experts over `expert` ranks of a stage of `stage_ranks`."""
+    """How a run's layout divides a model: `num_replicas` replicas; experts over `expert` ranks of a stage; rows over
+    `context` ranks that hold the same weights."""
 
     tensor: int
     pipeline: int
@@ -57,6 +58,7 @@ class Shares:
     num_replicas: int
     num_chunks: int = 1
     """Parts of the layers on each rank of a pipeline."""
+    context: int = 1
 
     @classmethod
     def of(cls, trainer: TrainerSection, num_ranks: int) -> "Shares":
@@ -71,13 +73,22 @@ class Shares:
             trainer.expert_parallel,
             replicas,
             trainer.virtual_pipeline_parallel,
+            trainer.context_parallel,
         )
 
     @property
     def num_groups(self) -> int:
-        """Groups of processes on devices that a rank is in: one of each axis, and that of all ranks."""
-        all_ranks = self.tensor * self.pipeline * self.num_replicas
-        return sum(size > 1 for size in (self.tensor, self.pipeline, self.num_replicas, self.expert, all_ranks))
+        """Groups of processes on devices that a rank is in: one of each axis, that of the ranks that share an
+        optimizer's state where these are of two axes, and that of all ranks."""
+        all_ranks = self.tensor * self.pipeline * self.num_weight_copies
+        of_both = min(self.context, self.num_replicas)
+        axes = (self.tensor, self.context, self.pipeline, self.num_replicas, of_both, self.expert, all_ranks)
+        return sum(size > 1 for size in axes)
+
+    @property
+    def num_weight_copies(self) -> int:
+        """Ranks that hold the same part of a dense layer, and share their optimizer's state."""
+        return self.context * self.num_replicas
 
     @property
     def divides_model(self) -> bool:
@@ -103,7 +114,7 @@ class Shares:
     @property
     def num_expert_replicas(self) -> int:
         """Ranks that hold the same experts, and share their optimizer's state."""
-        return max(1, self.tensor * self.num_replicas // self.expert)
+        return max(1, self.tensor * self.num_weight_copies // self.expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +157,7 @@ def trained_model_bytes(parameters: RankParameters, shares: Shares, dtype: str) 
     AdamW's two moments are float32, and so is a master copy of weights in bfloat16.
     """
     states = WIDE_BYTES * (2 if dtype == "float32" else 3)
-    dense_ways, expert_ways = (shares.num_replicas, shares.num_expert_replicas)
+    dense_ways, expert_ways = (shares.num_weight_copies, shares.num_expert_replicas)
     return {
         "weights": parameters.total * WEIGHT_BYTES[dtype],
         "gradients": parameters.total * WIDE_BYTES,
@@ -163,30 +174,53 @@ def adapter_parameters(adapter: AdapterSection, model: ModelShape, shares: Share
 def layer_values_per_row(model: ModelShape, shares: Shares, recompute: str, *, fused_swiglu: bool) -> int:
     """Values that autograd keeps of one row in one layer, on one rank.
 
-    The residual stream before both halves of the layer and its norms; queries, keys and values as the linear layer made
-    them, queries copied once more where they are normed, both rotated; the attention's output; and of the feed-forward
+    The residual stream before both halves of the layer and its norms; what attention keeps; and of the feed-forward
     part the product of its first layer, both halves once more (one activated, the other with Megatron's offset), and
     their product. A fused activation keeps no copies.
     """
     stream = ceil(model.hidden_size / shares.tensor)
     if recompute == "full":
         return stream
+    kept = 4 * stream + attention_values_per_row(model, shares)
+    if recompute == "selective":
+        return kept
+    return kept + feed_forward_values_per_row(model, shares, fused_swiglu=fused_swiglu)
+
+
+def attention_values_per_row(model: ModelShape, shares: Shares) -> int:
+    """Of `layer_values_per_row` those of attention.
+
+    Queries, keys and values as the linear layer made them, queries copied once more where they are normed, both
+    rotated; the output. Context-parallel ranks keep what they have received in place of what they have sent, with one
+    key / value head at least, and the output twice: as it was made, and as it came back.
+    """
+    if model.latents is not None:
+        return _latent_values_per_row(model, shares)
     queries, keys = (heads * model.head_dim for heads in (model.num_heads, model.num_kv_heads))
     # Ranks that share key / value heads gather the product of them all.
     shares_heads = model.num_kv_heads < shares.tensor
     keys = keys * shares.tensor // model.num_kv_heads if shares_heads else keys
-    divided = (0 if shares_heads else model.qkv_size) + (queries if model.qk_norm else 0) + queries + keys + queries
-    kept = 4 * stream + ceil(divided / shares.tensor) + (model.qkv_size if shares_heads else 0)
-    if (sizes := model.latents) is not None:
-        # Latents before and after their norms, on the ranks' own rows and gathered; each head's query, key, and value
-        # as their projections make them, put together and padded; the output.
-        rows = 2 * ((sizes.q_rank or 0) + sizes.kv_rank) + sizes.rope_dim
-        made = model.num_heads * (4 * model.head_dim + 2 * sizes.value_dim + sizes.nope_dim)
-        latents = (sizes.q_rank or 0) + sizes.kv_rank
-        kept = 4 * stream + ceil(rows / shares.tensor) + latents + ceil(made / shares.tensor)
-    if recompute == "selective":
-        return kept
-    return kept + feed_forward_values_per_row(model, shares, fused_swiglu=fused_swiglu)
+    made, of_all = (0, model.qkv_size) if shares_heads else (model.qkv_size, 0)
+    if shares.context == 1:
+        return ceil((made + (queries if model.qk_norm else 0) + queries + keys + queries) / shares.tensor) + of_all
+    # Norms keep what they have read.
+    before = ceil((made + queries) / shares.tensor) + of_all if model.qk_norm else 0
+    own_heads = max(1, model.num_kv_heads // shares.tensor)
+    received = queries + 2 * keys * max(1, shares.context // own_heads)
+    return before + ceil((received + 2 * queries) / shares.tensor)
+
+
+def _latent_values_per_row(model: ModelShape, shares: Shares) -> int:
+    """Latents before and after their norms, on the ranks' own rows and gathered; each head's query, key, and value as
+    their projections make them, put together and padded; the output."""
+    sizes = model.latents
+    assert sizes is not None, "the model has latents"
+    latents = (sizes.q_rank or 0) + sizes.kv_rank
+    made = 4 * model.head_dim + sizes.value_dim
+    if shares.context == 1:
+        made += sizes.value_dim + sizes.nope_dim
+    rows = 2 * latents + sizes.rope_dim
+    return latents + ceil(rows / shares.tensor) + ceil(model.num_heads * made / shares.tensor)
 
 
 def feed_forward_values_per_row(model: ModelShape, shares: Shares, *, fused_swiglu: bool) -> int:
@@ -220,12 +254,17 @@ def micro_batch_rows(config: Config) -> int:
     return min(config.trainer.micro_batch_tokens, groups * group_rows(config))
 
 
+def rank_rows(config: Config, shares: Shares) -> int:
+    """Of those rows the ones that a context-parallel rank has."""
+    return ceil(micro_batch_rows(config) / shares.context)
+
+
 def activation_bytes(model: ModelShape, shares: Shares, config: Config, *, fused_swiglu: bool) -> int:
     """Of the largest micro-batch, with its backward pass; on the first pipeline stage.
 
     What is computed again, and the gradients of one layer, exist once.
     """
-    recompute, rows = config.trainer.recompute, micro_batch_rows(config)
+    recompute, rows = config.trainer.recompute, rank_rows(config, shares)
     width = WEIGHT_BYTES[config.model.dtype]
     layers = len(shares.layers_of(0, model.num_layers))
     kept = layers * layer_values_per_row(model, shares, recompute, fused_swiglu=fused_swiglu)
@@ -243,7 +282,7 @@ def activation_bytes(model: ModelShape, shares: Shares, config: Config, *, fused
 def logits_bytes(model: ModelShape, shares: Shares, config: Config) -> int:
     """Logits, their probabilities and one more of that size, of one chunk; then the head's gradient (`logprobs.py`)."""
     row_bytes = ceil(model.vocab_size / shares.tensor) * WIDE_BYTES
-    rows = min(micro_batch_rows(config), max(1, CHUNK_BYTES // row_bytes))
+    rows = min(rank_rows(config, shares), max(1, CHUNK_BYTES // row_bytes))
     return 3 * rows * row_bytes
 
 
@@ -252,7 +291,7 @@ def attention_workspace_bytes(model: ModelShape, shares: Shares, config: Config)
     the gradients of keys and values for each query head. Responses count with their full length."""
     rows = micro_batch_rows(config)
     num_segments = ceil(rows / group_rows(config) * (1 + config.rollout.responses_per_prompt))
-    width = ceil(model.num_heads / shares.tensor) * model.head_dim
+    width = ceil(model.num_heads / (shares.tensor * shares.context)) * model.head_dim
     sums = (rows + ATTENTION_BLOCK * num_segments) * width * WIDE_BYTES
     return sums + 2 * rows * width * WEIGHT_BYTES[config.model.dtype]
 
@@ -344,11 +383,12 @@ def _micro_batch_phase(config: Config, model: ModelShape, shares: Shares) -> Mem
     head_gradient = 0 if config.adapter.is_given else ceil(model.vocabulary_parameters / shares.tensor) * WIDE_BYTES
     logits = logits_bytes(model, shares, config)
     rows = micro_batch_rows(config)
+    ways = f" over {shares.context} ranks" if shares.context > 1 else ""
     limit = "trainer.micro_batch_tokens" if rows == config.trainer.micro_batch_tokens else "all of a step"
     return MemoryPart(
         "activations and logits",
         activations + workspace + max(logits, logits // 3 + 2 * head_gradient),
-        f"{rows} rows ({limit}), recompute = {config.trainer.recompute!r}: activations "
+        f"{rows} rows ({limit}){ways}, recompute = {config.trainer.recompute!r}: activations "
         f"{activations / MIB:,.0f} MiB, logits {logits / MIB:,.0f} MiB"
         + (f", attention's workspace {workspace / MIB:,.0f} MiB" if workspace else ""),
     )
@@ -364,7 +404,8 @@ def _trained_parts(whose: str, config: Config, model: ModelShape, shares: Shares
         return _adapted_parts(whose, config, model, parameters.total, shares)
     sizes = trained_model_bytes(parameters, shares, dtype)
     master = "" if dtype == "float32" else ", master weights"
-    shared = f" shared by {shares.num_replicas} replicas" if shares.num_replicas > 1 else ""
+    copies = shares.num_weight_copies
+    shared = f" shared by {copies} ranks" if copies > 1 else ""
     count = f"{parameters.total:,} parameters on this rank"
     return [
         MemoryPart(f"{whose}weights", sizes["weights"], f"{count}, {dtype}"),

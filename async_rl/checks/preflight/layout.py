@@ -3,10 +3,10 @@
 Accepted layouts are compared with one rank by `tests/support/trainer/layout_matrix.py`; all others are refused with
 the key's name before training.
 
-A placement is (tensor_parallel, pipeline_parallel, expert_parallel) over a number of ranks, which also determines the
-number of replicas; tensor-parallel ranks always share rows, too. Each rank of a pipeline has one part of the layers, or
-virtual_pipeline_parallel of them, which are not neighbours. Recomputation, the distributed optimizer, tied
-embeddings, splitting of long groups, and the location of frozen weights work with every placement.
+A placement is (tensor_parallel, context_parallel, pipeline_parallel, expert_parallel) over a number of ranks, which
+also determines the number of replicas; tensor-parallel ranks always share rows, too. Each rank of a pipeline has one
+part of the layers, or virtual_pipeline_parallel of them, which are not neighbours. Recomputation, the distributed
+optimizer, tied embeddings, splitting of long groups, and the location of frozen weights work with every placement.
 """
 
 from async_rl.config.trainer_section import TrainerSection
@@ -54,6 +54,27 @@ def require_layout(trainer: TrainerSection, model: ModelShape, num_ranks: int) -
         raise ConfigError(
             f"trainer.tensor_parallel = {tensor} does not divide the model's {2 * kv_heads * model.head_dim} rows of "
             "keys and values: choose a divisor"
+        )
+    _require_heads(trainer, model)
+
+
+def _require_heads(trainer: TrainerSection, model: ModelShape) -> None:
+    """Checks that context-parallel ranks can share the heads that a tensor-parallel rank has.
+
+    With more ranks than key / value heads, several ranks have the same one, each with other query heads.
+    """
+    tensor, context = trainer.tensor_parallel, trainer.context_parallel
+    heads, kv_heads = model.num_heads // tensor, max(1, model.num_kv_heads // tensor)
+    of_each = "" if tensor == 1 else f" of each of trainer.tensor_parallel = {tensor} ranks"
+    if heads % context:
+        raise ConfigError(
+            f"trainer.context_parallel = {context} does not divide the {heads} attention heads{of_each}: its ranks "
+            f"exchange rows for heads; choose a divisor of {heads}"
+        )
+    if kv_heads % context and context % kv_heads:
+        raise ConfigError(
+            f"trainer.context_parallel = {context} is neither a divisor nor a multiple of the {kv_heads} key / value "
+            f"heads{of_each}: its ranks exchange rows for heads; choose one"
         )
 
 

@@ -381,6 +381,7 @@ def require_exact(config: Config, files: ModelFiles) -> None:
         "model.dtype": (config.model.dtype, "float32"),
         "inference.engine": (config.inference.engine, "transformers"),
         "trainer.tensor_parallel": (config.trainer.tensor_parallel, 1),
+        "trainer.context_parallel": (config.trainer.context_parallel, 1),
         "trainer.pipeline_parallel": (config.trainer.pipeline_parallel, 1),
         "adapter.rank": (config.adapter.rank, None),
     }

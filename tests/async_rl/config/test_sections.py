@@ -41,7 +41,7 @@ def test_a_batch_smaller_than_the_replicas_is_refused(config_file: Path) -> None
 
 
 def test_ranks_that_form_no_replicas_are_refused(config_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"3 training ranks .* 2 x 1 = 2 ranks: start a multiple"):
+    with pytest.raises(ConfigError, match=r"3 training ranks .* 2 x 1 x 1 = 2 ranks: start a multiple"):
         load_config(config_file, ["--trainer.num_processes=3", "--trainer.tensor_parallel=2"])
     with pytest.raises(ConfigError, match=r"expert_parallel = 2 does not divide the 1 ranks of a pipeline stage"):
         load_config(config_file, ["--trainer.expert_parallel=2"])

@@ -17,46 +17,71 @@ SPLIT_TOKENS, PACKED_TOKENS = 14, 10_000
 class Placement:
     num_ranks: int
     tensor: int
+    context: int
     pipeline: int
     expert: int
     chunks: int = 1
 
     @property
+    def ranks_per_replica(self) -> int:
+        return self.tensor * self.context * self.pipeline
+
+    @property
     def num_replicas(self) -> int:
-        return self.num_ranks // (self.tensor * self.pipeline)
+        return self.num_ranks // self.ranks_per_replica
 
     @property
     def expert_kind(self) -> str:
         """Whether a replica's ranks of a stage hold all experts."""
         if self.expert == 1:
             return "whole"
-        return "within a replica" if self.tensor % self.expert == 0 else "across replicas"
+        return "within a replica" if self.tensor * self.context % self.expert == 0 else "across replicas"
 
     @property
     def keys(self) -> dict[str, Any]:
         return {
             "tensor_parallel": self.tensor,
+            "context_parallel": self.context,
             "pipeline_parallel": self.pipeline,
             "virtual_pipeline_parallel": self.chunks,
             "expert_parallel": self.expert,
         }
 
     def __str__(self) -> str:
-        axes = {"TP": self.tensor, "PP": self.pipeline, "VPP": self.chunks, "DP": self.num_replicas, "EP": self.expert}
+        axes = {
+            "TP": self.tensor,
+            "CP": self.context,
+            "PP": self.pipeline,
+            "VPP": self.chunks,
+            "DP": self.num_replicas,
+            "EP": self.expert,
+        }
         return " ".join(f"{name}{size}" for name, size in axes.items() if size > 1) or "one rank"
 
 
 ACCEPTED = {
     # Ranks: (dense models, models with experts).
     1: (["one rank"], ["one rank"]),
-    2: (["TP2", "PP2", "PP2 VPP2", "DP2"], ["TP2", "TP2 EP2", "PP2", "PP2 VPP2", "DP2", "DP2 EP2"]),
-    3: (["TP3", "PP3", "PP3 VPP2", "DP3"], ["TP3", "TP3 EP3", "PP3", "PP3 VPP2", "DP3", "DP3 EP3"]),
+    2: (
+        ["TP2", "CP2", "PP2", "PP2 VPP2", "DP2"],
+        ["TP2", "TP2 EP2", "CP2", "CP2 EP2", "PP2", "PP2 VPP2", "DP2", "DP2 EP2"],
+    ),
+    3: (
+        ["TP3", "CP3", "PP3", "PP3 VPP2", "DP3"],
+        ["TP3", "TP3 EP3", "CP3", "CP3 EP3", "PP3", "PP3 VPP2", "DP3", "DP3 EP3"],
+    ),
     4: (
-        ["TP4", "PP4", "PP4 VPP2", "DP4", "TP2 PP2", "TP2 PP2 VPP2", "TP2 DP2", "PP2 DP2", "PP2 VPP2 DP2"],
         [
+            *("TP4", "CP4", "PP4", "PP4 VPP2", "DP4", "TP2 CP2", "TP2 PP2", "TP2 PP2 VPP2", "TP2 DP2"),
+            *("CP2 PP2", "CP2 PP2 VPP2", "CP2 DP2", "PP2 DP2", "PP2 VPP2 DP2"),
+        ],
+        [
+            *("CP4", "CP4 EP2", "CP4 EP4", "TP2 CP2", "TP2 CP2 EP2", "TP2 CP2 EP4", "CP2 PP2", "CP2 PP2 EP2"),
+            *("CP2 DP2", "CP2 DP2 EP2", "CP2 DP2 EP4"),
             *("TP4", "TP4 EP2", "TP4 EP4", "PP4", "DP4", "DP4 EP2", "DP4 EP4", "PP2 DP2", "PP2 DP2 EP2"),
             *("TP2 PP2", "TP2 PP2 EP2", "TP2 DP2", "TP2 DP2 EP2", "TP2 DP2 EP4"),
-            *("PP4 VPP2", "PP2 VPP2 DP2", "PP2 VPP2 DP2 EP2", "TP2 PP2 VPP2", "TP2 PP2 VPP2 EP2"),
+            *("PP4 VPP2", "PP2 VPP2 DP2", "PP2 VPP2 DP2 EP2", "TP2 PP2 VPP2", "TP2 PP2 VPP2 EP2", "CP2 PP2 VPP2"),
+            "CP2 PP2 VPP2 EP2",
         ],
     ),
 }
@@ -64,12 +89,25 @@ ACCEPTED = {
 
 LARGER = {
     # Three ranks beside two, so that expert groups and replicas overlap without either containing the other.
-    6: (["TP3 DP2"], ["TP3 DP2 EP2", "TP3 DP2 EP6"]),
+    6: (["TP3 DP2"], ["TP3 DP2 EP2", "TP3 DP2 EP6", "CP3 DP2 EP2"]),
     8: (
-        ["TP2 PP2 DP2", "TP2 PP2 VPP2 DP2"],
         [
-            *("TP2 PP2 DP2", "TP2 PP2 DP2 EP2", "TP2 PP2 DP2 EP4"),
+            *("TP2 PP2 DP2", "TP2 PP2 VPP2 DP2", "TP2 CP2 PP2", "TP2 CP2 PP2 VPP2", "TP2 CP2 DP2"),
+            *("CP2 PP2 DP2", "CP2 PP2 VPP2 DP2"),
+        ],
+        [
+            *("TP2 PP2 DP2", "TP2 PP2 DP2 EP2", "TP2 PP2 DP2 EP4", "TP2 CP2 PP2", "TP2 CP2 PP2 EP4"),
             *("TP2 PP2 VPP2 DP2", "TP2 PP2 VPP2 DP2 EP2", "TP2 PP2 VPP2 DP2 EP4"),
+            *("TP2 CP2 PP2 VPP2", "TP2 CP2 PP2 VPP2 EP4"),
+            *("TP2 CP2 DP2", "TP2 CP2 DP2 EP2", "TP2 CP2 DP2 EP8", "CP2 PP2 DP2", "CP2 PP2 DP2 EP2"),
+            *("CP2 PP2 DP2 EP4", "CP2 PP2 VPP2 DP2", "CP2 PP2 VPP2 DP2 EP2", "CP2 PP2 VPP2 DP2 EP4"),
+        ],
+    ),
+    16: (
+        ["TP2 CP2 PP2 DP2", "TP2 CP2 PP2 VPP2 DP2"],
+        [
+            *("TP2 CP2 PP2 DP2", "TP2 CP2 PP2 DP2 EP4", "TP2 CP2 PP2 DP2 EP8"),
+            *("TP2 CP2 PP2 VPP2 DP2", "TP2 CP2 PP2 VPP2 DP2 EP4", "TP2 CP2 PP2 VPP2 DP2 EP8"),
         ],
     ),
 }
@@ -97,7 +135,7 @@ class Case:
     dtype: str = "float32"
     family: str = ""
     ragged: bool = False
-    """A model with fewer key / value heads than ranks by tensors, and layers that the stages do not divide."""
+    """A model with fewer key / value heads than ranks that share heads, and layers that the stages do not divide."""
 
     @property
     def section(self) -> dict[str, Any]:
@@ -116,15 +154,21 @@ class Case:
     def kind(self) -> tuple[Any, ...]:
         """The kind of its placement, regardless of sizes."""
         place = self.placement
-        axes = (place.tensor, place.pipeline, place.chunks, place.num_replicas)
+        axes = (place.tensor, place.context, place.pipeline, place.chunks, place.num_replicas)
         return (*(size > 1 for size in axes), place.expert_kind, self.experts)
 
     @property
     def factors(self) -> dict[str, Any]:
         """The factors that a pairwise cover combines."""
         place = self.placement
-        axes = {"TP": place.tensor, "PP": place.pipeline, "DP": place.num_replicas, "EP": place.expert_kind}
-        axes["VPP"] = place.chunks
+        axes = {
+            "TP": place.tensor,
+            "CP": place.context,
+            "PP": place.pipeline,
+            "VPP": place.chunks,
+            "DP": place.num_replicas,
+            "EP": place.expert_kind,
+        }
         rest = {name: value for name, value in asdict(self).items() if name != "placement"}
         return axes | rest
 
@@ -155,14 +199,14 @@ def _family(experts: bool, tied: bool) -> str:
 def _sizes(case: Case) -> dict[str, int]:
     """The smallest model that the placement can divide; heads stay grouped."""
     place = case.placement
-    thirds = 3 in (place.tensor, place.pipeline, place.expert) or 6 in (place.tensor, place.expert)
+    thirds = 3 in (place.tensor, place.context, place.pipeline, place.expert) or 6 in (place.tensor, place.expert)
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 3} if thirds else {"num_attention_heads": 8}
     sizes |= {"num_key_value_heads": 3 if thirds else 4, "hidden_size": 48 if thirds else 32, "intermediate_size": 48}
     sizes["num_hidden_layers"] = max(2, place.pipeline * place.chunks) + case.ragged
     if case.ragged:
-        sizes["num_key_value_heads"] = max(1, place.tensor // 2)
+        sizes["num_key_value_heads"] = max(1, place.tensor * place.context // 2)
     if case.experts and not case.family:
-        sizes["num_experts"] = 6 if thirds else 4
+        sizes["num_experts"] = max(6 if thirds else 4, place.expert)
         if case.dtype == "bfloat16":
             # The choice of experts is discontinuous, so rounding can change it: here all experts are used.
             sizes["num_experts_per_tok"] = sizes["num_experts"]
@@ -172,16 +216,14 @@ def _sizes(case: Case) -> dict[str, int]:
 def placements(num_ranks: int) -> Iterator[Placement]:
     """Every combination of sizes up to the number of ranks, whether it is valid or not."""
     sizes = range(1, num_ranks + 1)
-    for tensor, pipeline, expert, chunks in product(sizes, sizes, sizes, (1, 2)):
-        yield Placement(num_ranks, tensor, pipeline, expert, chunks)
+    for tensor, context, pipeline, expert, chunks in product(sizes, sizes, sizes, sizes, (1, 2)):
+        yield Placement(num_ranks, tensor, context, pipeline, expert, chunks)
 
 
 def accepted_placements(num_ranks: int, experts: bool) -> list[Placement]:
     """The placements of the hand-written lists."""
     names = set((ACCEPTED | LARGER)[num_ranks][experts])
-    found = [
-        p for p in placements(num_ranks) if str(p) in names and p.num_replicas * p.tensor * p.pipeline == num_ranks
-    ]
+    found = [p for p in placements(num_ranks) if str(p) in names and p.num_replicas * p.ranks_per_replica == num_ranks]
     assert {str(p) for p in found} == names and len(found) == len(names)
     return found
 

@@ -15,7 +15,7 @@ from tests.support.groups import random_group
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.shared_attention import shared_prompt_attention
 from trainer.batching.group_slice import slices_of, split_slice
-from trainer.batching.shared_prompt import Rows, make_micro_batch, make_micro_group, make_prompt_rows
+from trainer.batching.shared_prompt import Rows, RowShare, make_micro_batch, make_micro_group, make_prompt_rows
 from trainer.devices import choose_device
 from trainer.model.logprobs import response_logprobs
 
@@ -85,11 +85,11 @@ def in_two_stages(
 ) -> Iterator[torch.Tensor]:
     """Log-probs of the tokens of each micro-group."""
     num_prompt = len(group.prompt.token_ids)
-    prompt_TH = stack.hidden(make_prompt_rows(group.prompt.token_ids, CPU, multiple_of), cache)
+    prompt_TH = stack.hidden(make_prompt_rows(group.prompt.token_ids, CPU, RowShare(multiple_of)), cache)
     cache.begin_responses(prompt_TH[num_prompt - 1 : num_prompt])
     (whole,) = slices_of([group])
     for part in split_slice(whole, most, with_prompt=False):
-        micro_group = make_micro_group(part, CPU, multiple_of)
+        micro_group = make_micro_group(part, CPU, RowShare(multiple_of))
         labels = micro_group.labels
         rows_RH = torch.cat([cache.last_row(), stack.hidden(micro_group.rows, cache)])[labels.logit_rows_R]
         yield response_logprobs(rows_RH, stack.head_VH, labels.label_rows_N, labels.labels_N, 1.0)[0]
@@ -125,7 +125,7 @@ def test_two_stages_equal_unshared_samples(recompute: bool, multiple_of: int, rn
 
 def test_one_micro_batch_of_several_groups_equals_unshared_samples(rng: random.Random) -> None:
     stack, groups = Stack(), [ragged_group(rng) for _ in range(4)]
-    batch = make_micro_batch(slices_of(groups), CPU, multiple_of=4)
+    batch = make_micro_batch(slices_of(groups), CPU, RowShare(4))
     weights = torch.randn(len(batch.labels.labels_N), dtype=torch.float64)
     rows_RH = stack.hidden(batch.rows)[batch.labels.logit_rows_R]
     labels = batch.labels

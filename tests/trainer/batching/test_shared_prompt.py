@@ -12,7 +12,14 @@ from async_rl.method.types import Group
 from tests.support.groups import make_group, make_response, random_group
 from tests.support.trainer.branched_groups import branched_group, one_of_each_kind
 from trainer.batching.group_slice import GroupSlice, num_rows, slices_of, split_slice
-from trainer.batching.shared_prompt import MicroBatch, make_micro_batch, make_micro_group, make_prompt_rows
+from trainer.batching.shared_prompt import (
+    MicroBatch,
+    RowShare,
+    last_prompt_row,
+    make_micro_batch,
+    make_micro_group,
+    make_prompt_rows,
+)
 
 CPU = torch.device("cpu")
 
@@ -81,7 +88,7 @@ def test_response_sees_its_prompt_and_itself_only() -> None:
 
 
 def test_padding_sees_itself_only_and_nothing_sees_it() -> None:
-    rows = make_micro_batch(two_groups(), CPU, multiple_of=5).rows
+    rows = make_micro_batch(two_groups(), CPU, RowShare(5)).rows
     mask = rows.segments.dense_mask_TS
     assert len(rows.tokens_T) == rows.segments.num_rows == 10
     assert mask[7:].int().tolist() == [[0] * 7 + row for row in ([1, 0, 0], [1, 1, 0], [1, 1, 1])]
@@ -93,7 +100,7 @@ def test_random_groups_keep_every_token_in_its_place(make: Make, rng: random.Ran
     for _ in range(20):
         groups = [make(i, rng) for i in range(rng.randint(1, 5))]
         slices, multiple_of = slices_of(groups), rng.randint(1, 4)
-        batch = make_micro_batch(slices, CPU, multiple_of)
+        batch = make_micro_batch(slices, CPU, RowShare(multiple_of))
         assert micro_batch_texts(batch) == texts_before_tokens(slices)
         assert len(batch.rows.tokens_T) % multiple_of == 0
         num_fed = sum(num_rows(group) for group in groups)
@@ -104,13 +111,13 @@ def test_random_groups_keep_every_token_in_its_place(make: Make, rng: random.Ran
 def test_no_attention_entry_is_empty(make: Make, rng: random.Random) -> None:
     for _ in range(20):
         groups = [make(rng.randrange(3), rng) for _ in range(rng.randint(1, 4))]
-        segments = make_micro_batch(slices_of(groups), CPU, rng.randint(1, 4)).rows.segments
+        segments = make_micro_batch(slices_of(groups), CPU, RowShare(rng.randint(1, 4))).rows.segments
         for part in filter(None, (segments.self_part, segments.cross_part)):
             assert all(part.q_lens) and all(part.kv_lens)
 
 
 def test_micro_batch_without_groups_has_a_row_and_no_labels() -> None:
-    batch = make_micro_batch([], CPU, multiple_of=2)
+    batch = make_micro_batch([], CPU, RowShare(2))
     assert (len(batch.rows.tokens_T), len(batch.labels.labels_N)) == (2, 0)
 
 
@@ -129,17 +136,77 @@ def test_split_holds_every_response_once_within_the_bound(rng: random.Random) ->
 def test_micro_group_continues_the_prompt_of_the_first_stage(make: Make, rng: random.Random) -> None:
     for _ in range(20):
         whole, multiple_of = slices_of([make(rng.randrange(3), rng)])[-1], rng.randint(1, 4)
-        prompt = make_prompt_rows(whole.prompt, CPU, multiple_of)
+        prompt = make_prompt_rows(whole.prompt, CPU, RowShare(multiple_of))
         num_prompt = len(whole.prompt)
         assert prompt.tokens_T.tolist()[:num_prompt] == list(whole.prompt)
         for part in split_slice(whole, rng.randint(1, 20), with_prompt=False):
-            batch = make_micro_group(part, CPU, multiple_of)
+            batch = make_micro_group(part, CPU, RowShare(multiple_of))
             # Keys are those of both stages; the prompt's last row stands before the micro-group's rows.
             tokens_S = torch.cat([prompt.tokens_T, batch.rows.tokens_T])
             seen_S = [torch.arange(len(tokens_S)) < num_prompt, *batch.rows.segments.dense_mask_TS]
             logit_rows = batch.labels.logit_rows_R[batch.labels.label_rows_N]
             texts = [tuple(tokens_S[seen_S[row]].tolist()) for row in logit_rows]
             assert texts == texts_before_tokens([part])
+
+
+def sources_of(batch: MicroBatch, first_row: int = 0) -> dict[int, tuple[int, int]]:
+    """For each label's place in the micro-batch, its token and the number of the row among those of all ranks."""
+    labels = batch.labels
+    places = range(labels.num_labels) if labels.places_N is None else labels.places_N.tolist()
+    rows = (labels.logit_rows_R[labels.label_rows_N] + first_row).tolist()
+    return dict(zip(places, zip(labels.labels_N.tolist(), rows, strict=True), strict=True))
+
+
+def judged_places(batch: MicroBatch) -> set[int]:
+    labels, judged = batch.labels, batch.labels.judged
+    assert judged is not None
+    places = range(labels.num_labels) if labels.places_N is None else labels.places_N.tolist()
+    return {place for place, index in zip(places, judged.index_N.tolist(), strict=True) if index >= 0}
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_ranks_that_share_rows_have_each_row_and_each_label_once(make: Make, rng: random.Random) -> None:
+    for _ in range(20):
+        slices = slices_of([make(i, rng) for i in range(rng.randint(0, 3))])
+        ways = rng.randint(2, 4)
+        multiple_of = ways * rng.randint(1, 2)
+        whole = make_micro_batch(slices, CPU, RowShare(multiple_of))
+        shares = [RowShare(multiple_of, rank, ways) for rank in range(ways)]
+        own = [make_micro_batch(slices, CPU, share) for share in shares]
+        assert torch.equal(torch.cat([batch.rows.tokens_T for batch in own]), whole.rows.tokens_T)
+        assert torch.equal(torch.cat([batch.rows.positions_T for batch in own]), whole.rows.positions_T)
+        starts = [share.of(whole.rows.segments.num_rows).start for share in shares]
+        parts = [sources_of(batch, start) for batch, start in zip(own, starts, strict=True)]
+        assert sum(map(len, parts)) == whole.labels.num_labels
+        assert {place: source for part in parts for place, source in part.items()} == sources_of(whole)
+        assert set[int]().union(*map(judged_places, own)) == judged_places(whole)
+        for batch in own:
+            assert batch.rows.segments == whole.rows.segments and len(batch.labels.logit_rows_R) > 0
+            assert torch.equal(batch.labels.lengths_G, whole.labels.lengths_G)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_one_of_the_ranks_that_share_rows_has_the_prompts_last_row_for_both_stages(
+    make: Make, rng: random.Random
+) -> None:
+    for _ in range(20):
+        part, ways = slices_of([make(rng.randrange(3), rng)])[-1], rng.randint(2, 4)
+        shares = [RowShare(ways, rank, ways) for rank in range(ways)]
+        whole, num_prompt = make_micro_group(part, CPU, RowShare(ways)), len(part.prompt)
+        found: dict[int, tuple[int, int]] = {}
+        for share in shares:
+            row, has_last = last_prompt_row(num_prompt, share)
+            prompt, batch = make_prompt_rows(part.prompt, CPU, share), make_micro_group(part, CPU, share)
+            if has_last:
+                assert prompt.tokens_T[row] == part.prompt[-1] and prompt.positions_T[row] == num_prompt - 1
+            # Row 0 is the prompt's on the rank that has it; the rows after it are numbered from the rank's first one.
+            start = share.of(whole.rows.segments.num_rows).start
+            for place, (label, at) in sources_of(batch).items():
+                assert at or has_last, "a label of the prompt's row is on another rank"
+                assert place not in found
+                found[place] = (label, at + start if at else 0)
+        assert [last_prompt_row(num_prompt, share)[1] for share in shares].count(True) == 1
+        assert found == sources_of(whole)
 
 
 def test_group_with_an_empty_response_is_our_own_mistake() -> None:

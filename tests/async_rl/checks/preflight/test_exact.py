@@ -30,6 +30,7 @@ def files_of(family: str) -> ModelFiles:
         ({"model": {"dtype": "bfloat16"}}, "qwen3", "needs model.dtype = 'float32', not 'bfloat16'"),
         ({"inference": {"engine": "vllm"}}, "qwen3", "needs inference.engine = 'transformers', not 'vllm'"),
         ({"trainer": {"tensor_parallel": 2}}, "qwen3", "needs trainer.tensor_parallel = 1, not 2"),
+        ({"trainer": {"context_parallel": 2}}, "qwen3", "needs trainer.context_parallel = 1, not 2"),
         ({"trainer": {"pipeline_parallel": 2}}, "qwen3", "needs trainer.pipeline_parallel = 1, not 2"),
         ({}, "qwen3_moe", "is for models without experts, .* 'a-model' is of 'qwen3_moe'"),
     ],

@@ -19,6 +19,8 @@ def test_what_divides_the_model_is_accepted() -> None:
     require_layout(TrainerSection(), DENSE, 5)
     layout = {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 4}
     require_layout(TrainerSection(**layout), EXPERTS, 8)
+    require_layout(TrainerSection(tensor_parallel=2, context_parallel=4), EXPERTS, 8)
+    require_layout(TrainerSection(context_parallel=4), DENSE, 4)
     require_layout(TrainerSection(tensor_parallel=4, pipeline_parallel=2), replace(DENSE, num_layers=3), 8)
     interleaved = TrainerSection(pipeline_parallel=2, virtual_pipeline_parallel=3)
     for num_layers in (6, 7, 8):
@@ -45,6 +47,20 @@ def test_experts_have_feed_forward_parts_of_their_own_that_nothing_divides() -> 
             12,
             {"tensor_parallel": 12},
             "tensor_parallel = 12 does not divide the model's 32 rows of keys and values",
+        ),
+        (DENSE, 3, {"context_parallel": 3}, "trainer.context_parallel = 3 does not divide the 4 attention heads: its"),
+        (
+            DENSE,
+            8,
+            {"tensor_parallel": 2, "context_parallel": 4},
+            "context_parallel = 4 does not divide the 2 attention heads of each of trainer.tensor_parallel = 2 ranks: "
+            "its ranks exchange rows for heads; choose a divisor of 2",
+        ),
+        (
+            replace(DENSE, num_heads=12, num_kv_heads=6),
+            4,
+            {"context_parallel": 4},
+            "trainer.context_parallel = 4 is neither a divisor nor a multiple of the 6 key / value heads: its ranks",
         ),
         (DENSE, 3, {"pipeline_parallel": 3}, "pipeline_parallel is 3, more than the model's 2 layers: set 2 at most"),
         (
