@@ -312,9 +312,10 @@ def test_the_newest_two_checkpoints_are_left_of_a_run_and_no_process(undisturbed
 
 
 @pytest.mark.nightly
-def test_a_run_goes_on_under_another_layout(undisturbed: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["tensor_parallel", "context_parallel"])
+def test_a_run_goes_on_under_another_layout(key: str, undisturbed: Run, tmp_path: Path) -> None:
     run = undisturbed.copied_to(tmp_path / "run")
-    more = ("--train.iterations", str(ITERATIONS + 2), "--trainer.tensor_parallel=2", "--train.exact=false")
+    more = ("--train.iterations", str(ITERATIONS + 2), f"--trainer.{key}=2", "--train.exact=false")
     try:
         run.train(*SETTINGS_OF_BOTH, "--run.resume=true", "--evaluation.every=1000", *more)
     finally:

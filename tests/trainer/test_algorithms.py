@@ -204,7 +204,12 @@ def expected_weights(settings: dict[str, Any], gaps: Sequence[torch.Tensor]) -> 
 
 
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
-    "qwen3": {"TP2": {"tensor_parallel": 2}, "PP2": {"pipeline_parallel": 2}, "DP2": {}},
+    "qwen3": {
+        "TP2": {"tensor_parallel": 2},
+        "CP2": {"context_parallel": 2},
+        "PP2": {"pipeline_parallel": 2},
+        "DP2": {},
+    },
     "qwen3_moe": {
         "EP2 over two replicas": {"expert_parallel": 2},
         "TP2 EP2": {"tensor_parallel": 2, "expert_parallel": 2},

@@ -41,6 +41,7 @@ PPO = {"name": "ppo", "kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k2"}
 FAMILIES_AND_LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3": {
         "TP2": {"tensor_parallel": 2},
+        "CP2": {"context_parallel": 2},
         "PP2": {"pipeline_parallel": 2},
         "DP2": {},
     },
@@ -412,7 +413,7 @@ def test_a_run_with_a_critic_goes_on_bit_for_bit_under_another_layout(
     tiny_model: Callable[..., Path], reward_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:
     """One step each, by a function of each weight alone."""
-    stages = ["1", "tensor", "pipeline", "interleaved", "replicas", "1 again"]
+    stages = ["1", "tensor", "context", "pipeline", "interleaved", "replicas", "1 again"]
     model = str(tiny_model("qwen3", tied=True, num_hidden_layers=4))
     critic = str(reward_model("qwen3", num_hidden_layers=4))
     options = {"critic_path": critic, "critic_learning_rate": 1e-2}
@@ -428,12 +429,13 @@ def test_a_run_with_a_critic_goes_on_bit_for_bit_under_another_layout(
     start(
         tmp_path,
         ({"tensor_parallel": 2}, stage(1)),
-        ({"pipeline_parallel": 2}, stage(2)),
-        ({"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}, stage(3)),
-        ({}, stage(4)),
+        ({"context_parallel": 2}, stage(2)),
+        ({"pipeline_parallel": 2}, stage(3)),
+        ({"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}, stage(4)),
+        ({}, stage(5)),
     )
-    stage(5)[0](parallel)
-    whole = Run(model, str(tmp_path / "whole"), 6, tuple(range(1, 7)), sections)
+    stage(6)[0](parallel)
+    whole = Run(model, str(tmp_path / "whole"), 7, tuple(range(1, 8)), sections)
     whole(parallel)
     for number, name in enumerate(stages):
         checkpoint = f"iteration-00000{number + 1}"

@@ -27,6 +27,7 @@ TEMPERATURE = 0.7
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tensor_parallel": 2},
     "TP2 EP2": {"tensor_parallel": 2, "expert_parallel": 2},
+    "CP2": {"context_parallel": 2},
     "PP2": {"pipeline_parallel": 2},
     "DP2": {},
     "DP2 EP2": {"expert_parallel": 2},

@@ -134,6 +134,7 @@ def test_batch_without_any_gradient_is_a_step_on_momentum_alone(
 
 LAYOUTS = {
     "TP2": ("dense", {"tensor_parallel": 2}),
+    "CP2": ("dense", {"context_parallel": 2}),
     "PP2": ("dense", {"pipeline_parallel": 2}),
     "DP2": ("dense", {}),
     "EP2 over two replicas": ("moe", {"expert_parallel": 2}),

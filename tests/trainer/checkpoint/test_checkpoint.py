@@ -110,9 +110,9 @@ def test_training_goes_on_bit_for_bit_in_a_new_process(
 def test_training_goes_on_bit_for_bit_under_another_layout(
     tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:
-    """One step each: 1 rank, tensor parallel, pipeline, interleaved stages, replicas that share the optimizer, 1 rank
-    again."""
-    stages = ["1", "tensor", "pipeline", "interleaved", "replicas", "1 again"]
+    """One step each: 1 rank, tensor parallel, context parallel, pipeline, interleaved stages, replicas that share the
+    optimizer, 1 rank again."""
+    stages = ["1", "tensor", "context", "pipeline", "interleaved", "replicas", "1 again"]
     # Tied embeddings and query norms in one; in the other an output layer, biases, a key head that ranks share, and
     # stages and chunks of different lengths.
     models = {
@@ -140,29 +140,34 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
     start(
         tmp_path,
         ({"tensor_parallel": 2}, stage(1)),
-        ({"pipeline_parallel": 2}, stage(2)),
-        (interleaved, stage(3, **interleaved)),
-        ({}, stage(4)),
+        ({"context_parallel": 2}, stage(2)),
+        ({"pipeline_parallel": 2}, stage(3)),
+        (interleaved, stage(4, **interleaved)),
+        ({}, stage(5)),
     )
-    for run in stage(5):
+    for run in stage(6):
         run(parallel)
     for dtype, model in models.items():
         expected = tmp_path / dtype / "uninterrupted"
-        Run(str(model), str(expected), 6, tuple(range(1, 7)), {"model": {"dtype": dtype}})(parallel)
+        Run(str(model), str(expected), 7, tuple(range(1, 8)), {"model": {"dtype": dtype}})(parallel)
         for number, name in enumerate(stages):
             checkpoint = f"iteration-00000{number + 1}"
             assert_same(tmp_path / dtype / name / checkpoint, expected / checkpoint)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3_moe", {}), ("deepseek_v3", {}), ("deepseek_v3", {"context_parallel": 2})],
+    ids=["qwen3_moe", "deepseek_v3", "deepseek_v3, shared rows"],
+)
 def test_experts_move_between_expert_parallel_ranks_and_one(
-    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path, family: str
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path, family: str, layout: dict[str, Any]
 ) -> None:
     model = str(tiny_model(family))
     Run(model, str(tmp_path / "1"), 3, (1, 2, 3), {})(parallel)
     spread = Run(model, str(tmp_path / "2"), 2, (2,), {}, str(tmp_path / "1/iteration-000001"))
-    start(tmp_path, ({"expert_parallel": 2}, [spread]), torchrun=True)
+    start(tmp_path, ({"expert_parallel": 2, **layout}, [spread]), torchrun=True)
     assert_same(tmp_path / "2/iteration-000002", tmp_path / "1/iteration-000002")
     Run(model, str(tmp_path / "3"), 3, (3,), {}, str(tmp_path / "2/iteration-000002"))(parallel)
     assert_same(tmp_path / "3/iteration-000003", tmp_path / "1/iteration-000003")
@@ -172,8 +177,9 @@ def test_experts_move_between_expert_parallel_ranks_and_one(
 def test_adapters_go_on_bit_for_bit_under_any_layout_without_the_weights_below(
     tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:
-    """One rank, tensor parallel, pipeline, one rank; with an old policy and a critic, which have adapters of theirs."""
-    model = tiny_model("qwen3", tied=True)
+    """One rank, four ways of two ranks, one rank; with an old policy and a critic, which have adapters of theirs."""
+    model = tiny_model("qwen3", tied=True, num_hidden_layers=4)
+    interleaved = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
     sections = {
         "adapter": {"rank": 3},
         "algorithm": {"name": "ppo", "old_policy": "lagged"},
@@ -190,13 +196,15 @@ def test_adapters_go_on_bit_for_bit_under_any_layout_without_the_weights_below(
         tmp_path,
         ({"tensor_parallel": 2}, [stage(2, "tensor", "one", tensor_parallel=2)]),
         ({"pipeline_parallel": 2}, [stage(3, "pipeline", "tensor", pipeline_parallel=2)]),
+        ({"context_parallel": 2}, [stage(4, "context", "pipeline", context_parallel=2)]),
+        (interleaved, [stage(5, "interleaved", "context", **interleaved)]),
     )
-    stage(4, "again", "pipeline")(parallel)
-    Run(str(model), str(tmp_path / "whole"), 4, (1, 2, 3, 4), sections)(parallel)
-    for number, name in enumerate(("one", "tensor", "pipeline", "again"), start=1):
+    stage(6, "again", "interleaved")(parallel)
+    Run(str(model), str(tmp_path / "whole"), 6, tuple(range(1, 7)), sections)(parallel)
+    for number, name in enumerate(("one", "tensor", "pipeline", "context", "interleaved", "again"), start=1):
         checkpoint = f"iteration-00000{number}"
         assert_same(tmp_path / name / checkpoint, tmp_path / "whole" / checkpoint)
-    names = {name.split(".", 1)[1] for name in whole_tensors(tmp_path / "again/iteration-000004")}
+    names = {name.split(".", 1)[1] for name in whole_tensors(tmp_path / "again/iteration-000006")}
     assert {name for name in names if "lora" not in name} == {"output_layer.weight"}, "the critic's head"
 
 

@@ -28,6 +28,7 @@ BIG_DENSE = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 
 BIG_EXPERTS = {"hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 24}
 TP2, PP2, EP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"expert_parallel": 2}
 VPP2 = {**PP2, "virtual_pipeline_parallel": 2}
+CP2 = {"context_parallel": 2}
 
 
 def run_cases(num_ranks: int, cases: list[dict[str, Any]], directory: Path) -> list[list[dict[str, Any]]]:
@@ -69,6 +70,7 @@ def test_two_ranks_stream_the_original_bytes_and_hold_a_parcel_at_a_time(
         # Neighbouring layers are on different ranks.
         {"checkpoint": tiny_model("qwen3", tied=True, num_hidden_layers=5), "layout": VPP2, "bucket_bytes": BIG_BUCKET},
         {"checkpoint": tiny_model("glm4_moe", num_hidden_layers=4), "layout": VPP2, "bucket_bytes": SMALL_BUCKET},
+        {"checkpoint": tiny_model("qwen3_moe"), "layout": {**CP2, **EP2}, "bucket_bytes": SMALL_BUCKET},
     ]
     reports = run_cases(2, cases, tmp_path)
     require_original_streams(reports, cases, tmp_path)
@@ -89,6 +91,9 @@ def test_four_ranks_stream_the_original_bytes(tiny_model: Callable[..., Path], t
         ("qwen3_moe", False, {"expert_parallel": 4}),
         ("qwen3_moe", False, {**TP2, "expert_parallel": 4}),
         ("deepseek_v3", False, {**TP2, **PP2, **EP2}),
+        ("qwen2", False, {**TP2, **CP2}),
+        ("qwen3", True, {**CP2, **PP2}),
+        ("qwen3_moe", False, {**TP2, **CP2, "expert_parallel": 4}),
         ("glm4_moe", True, {**TP2, **PP2, **EP2}),
     ]
     cases = [

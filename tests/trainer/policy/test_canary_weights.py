@@ -386,6 +386,7 @@ def test_every_layout_changes_the_same_weights_and_every_rank_puts_its_own_back(
         ("tensor parallel, biases", str(tiny_model("qwen2", tied=False)), {"tensor_parallel": 2}),
         ("shared key heads", str(tiny_model("qwen2", num_key_value_heads=1)), {"tensor_parallel": 2}),
         ("latents", str(tiny_model("deepseek_v3")), {"tensor_parallel": 2, "expert_parallel": 2}),
+        ("shared rows", str(tiny_model("qwen3_moe")), {"context_parallel": 2, "expert_parallel": 2}),
         ("tensor parallel, tied", str(tiny_model("qwen3", tied=True)), {"tensor_parallel": 2}),
         (
             "experts",

@@ -106,6 +106,7 @@ def test_it_needs_the_memory_of_the_larger_pool_alone(
 
 LAYOUTS = {
     "tp2": ("qwen3", "--trainer.tensor_parallel=2"),
+    "cp2": ("qwen3", "--trainer.context_parallel=2"),
     "dp2": ("qwen3", "--model.dtype=bfloat16"),
     "pp2": ("qwen3", "--trainer.pipeline_parallel=2", "--algorithm.old_policy=lagged"),
     "ep2": ("qwen3_moe", "--trainer.expert_parallel=2"),
