@@ -22,7 +22,7 @@ class ModelSize:
     Attributes:
         num_layer_parameters: weights of matrix products that each row passes, of experts those that it uses.
         num_output_parameters: weights of the output layer, which only sampled tokens pass.
-        attention_width: layers * heads * head dimension.
+        attention_width: layers with attention * heads * head dimension.
     """
 
     num_layer_parameters: int
@@ -31,12 +31,13 @@ class ModelSize:
 
     @classmethod
     def of(cls, shape: ModelShape) -> "ModelSize":
-        """Weights of matrix products only: norms, biases and the look-up of embeddings take next to no FLOPs."""
+        """Weights of matrix products only: norms, biases, convolutions, the look-up of embeddings and the states of
+        gated delta nets take few FLOPs."""
         return cls(
-            num_layer_parameters=shape.num_layers * shape.attention_products + shape.feed_forward_products,
+            num_layer_parameters=shape.attention_products + shape.feed_forward_products,
             num_output_parameters=shape.hidden_size * shape.vocab_size,
             # Of the product of queries and keys, and of that with values.
-            attention_width=shape.num_layers * shape.num_heads * (shape.head_dim + shape.value_dim) // 2,
+            attention_width=shape.num_attention_layers * shape.num_heads * (shape.head_dim + shape.value_dim) // 2,
         )
 
     def forward_flops(self, row: GroupProof) -> float:

@@ -8,6 +8,9 @@ QKV_BIAS, OUT_BIAS, MLP_BIAS, QK_NORM = "qkv_bias", "out_bias", "mlp_bias", "qk_
 """Features of layers: biases of queries, keys and values, of attention's output, of the feed-forward part's layers, and
 norms of each head's queries and keys."""
 
+OUT_GATE, NORMS_FROM_ONE = "out_gate", "norms_from_one"
+"""Gates of attention's output, made with the queries; and norms that multiply by 1 + w."""
+
 ORIGINAL: Final = "original_max_position_embeddings"
 QUERY_BETA: Final = "llama_4_scaling_beta"
 
@@ -25,8 +28,12 @@ class Family:
         true: keys of `features_of` that are true where it leaves them out.
         multiplies: has Granite's four multipliers.
         scales_queries: multiplies queries by a logarithm of their position, as Llama 4 does.
-        experts: "qwen" has Qwen3-MoE's, in every layer; "deepseek" has DeepSeek-V3's, after the first layers.
+        experts: "qwen" has Qwen3-MoE's, in every layer, "qwen_shared" also one that all tokens pass, through a gate;
+            "deepseek" has DeepSeek-V3's, after the first layers.
+        delta: has gated delta nets in place of attention in most layers: "by_head" has their projections in two tensors
+            that are ordered by key head, "apart" those of each kind apart.
         has_latents: has multi-head latent attention.
+        rope_ignored: keys of its rotary embeddings that say nothing about text.
         rotary_share: partial_rotary_factor where config.json leaves it out; None where transformers reads none.
     """
 
@@ -40,9 +47,11 @@ class Family:
     true: frozenset[str] = frozenset()
     multiplies: bool = False
     scales_queries: bool = False
-    experts: Literal["qwen", "deepseek"] | None = None
+    experts: Literal["qwen", "qwen_shared", "deepseek"] | None = None
+    delta: Literal["by_head", "apart"] | None = None
     has_latents: bool = False
     rotary_share: float | None = None
+    rope_ignored: frozenset[str] = frozenset()
 
 
 _ATTENTION: Final = {"attention_bias": frozenset({QKV_BIAS, OUT_BIAS})}
@@ -83,6 +92,22 @@ TABLE: Final[Mapping[str, Family]] = {
         features_of={"attention_bias": frozenset({QKV_BIAS}), "use_qk_norm": frozenset({QK_NORM})},
         experts="deepseek",
         rotary_share=0.5,
+    ),
+    "qwen3_next": Family(
+        head_dim=256,
+        features=frozenset({QK_NORM, OUT_GATE, NORMS_FROM_ONE}),
+        features_of=_ATTENTION,
+        experts="qwen_shared",
+        delta="by_head",
+        rotary_share=0.25,
+    ),
+    "qwen3_5_text": Family(
+        head_dim=256,
+        features=frozenset({QK_NORM, OUT_GATE, NORMS_FROM_ONE}),
+        features_of=_ATTENTION,
+        delta="apart",
+        rotary_share=0.25,
+        rope_ignored=frozenset({"mrope_section", "mrope_interleaved"}),
     ),
 }
 """By `model_type`."""

@@ -14,7 +14,7 @@ DEEPSEEKS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_fr
 MISTRALS_WINDOW = 4096
 """Where its config.json leaves it out; null is none."""
 
-FULL = "full_attention"
+FULL, LINEAR = "full_attention", "linear_attention"
 
 
 def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
@@ -27,11 +27,11 @@ def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
     if (quantized := config.get("quantization_config")) and fp8_block(config) is None:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         yield f"quantization_config of {method!r}", "weights that are not quantized, or fp8 with a weight_block_size"
-    yield from _of_windows(config)
+    yield from _of_windows(config, traits)
     yield from _of_rope(config, traits)
-    if traits.experts == "qwen":
+    if traits.experts in ("qwen", "qwen_shared"):
         yield from _of_experts(config)
-    is_renormalized = traits.experts and config.get("norm_topk_prob", traits.experts == "deepseek")
+    is_renormalized = traits.experts and config.get("norm_topk_prob", traits.experts != "qwen")
     if is_renormalized and config.get("num_experts_per_tok") == 1:
         # The only weight would always be 1, and the router would get no gradient.
         yield "num_experts_per_tok 1 with norm_topk_prob true", "norm_topk_prob false"
@@ -44,12 +44,15 @@ def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
         yield f"num_key_value_heads {config['num_key_value_heads']}", f"{heads}, as num_attention_heads"
 
 
-def _of_windows(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _of_windows(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
     kinds = config.get("layer_types")
     kinds = kinds if isinstance(kinds, list) else []
-    others = sorted(set(map(str, kinds)) - {FULL})
+    others = sorted(set(map(str, kinds)) - ({FULL, LINEAR} if traits.delta else {FULL}))
     if others:
-        yield f"layer_types with {others[0]!r}", f"{FULL!r} in every layer"
+        either = f"{LINEAR!r} or {FULL!r}" if traits.delta else repr(FULL)
+        yield f"layer_types with {others[0]!r}", f"{either} in every layer"
+    if traits.delta and config.get("attn_output_gate") is False:
+        yield "attn_output_gate false", "true"
     family = config.get("model_type")
     window = config.get("sliding_window", MISTRALS_WINDOW if family == "mistral" else None)
     if family in ("mistral", "ministral3") and window is not None:
@@ -81,7 +84,7 @@ def _of_rope(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
     for key in needed:
         if rope.get(key) is None:
             yield f"{kind} rope scaling without {key}", "a number"
-    for key in sorted(rope.keys() - {*needed, *possible, *ROPE_KEYS}):
+    for key in sorted(rope.keys() - {*needed, *possible, *ROPE_KEYS, *traits.rope_ignored}):
         if rope[key] is not None:
             yield f"{kind} rope scaling with {key}", "none"
 

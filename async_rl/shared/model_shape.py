@@ -15,6 +15,7 @@ from async_rl.shared.model_families import (
     MULTIPLIERS,
     ORIGINAL,
     OUT_BIAS,
+    OUT_GATE,
     QK_NORM,
     QKV_BIAS,
     QUERY_BETA,
@@ -23,13 +24,16 @@ from async_rl.shared.model_families import (
     TABLE,
     Family,
 )
-from async_rl.shared.model_limits import not_held, rope_of, rope_type
+from async_rl.shared.model_limits import LINEAR, not_held, rope_of, rope_type
 
 FAMILIES = tuple(TABLE)
 """`model_type` of the models that the trainer supports."""
 
 NOPE_INTERVAL = 4
 """Of smollm3, where config.json leaves it out: every fourth layer has no rotary embedding."""
+
+FULL_INTERVAL = 4
+"""Of models with gated delta nets, where config.json leaves it out: every fourth layer has attention."""
 
 LARGEST_SIZE, LARGEST_NUMBER = 2**31, 1e30
 """Of any one dimension, and of other numbers: larger ones are damaged files."""
@@ -51,6 +55,8 @@ class Experts:
     shared_size: int = 0
     """Feed-forward size of what every token passes beside its experts."""
     num_dense: int = 0
+    gates_shared: bool = False
+    """A gate of each token multiplies what the shared part gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,39 @@ class Latents:
     rope_dim: int
     value_dim: int
     interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated delta nets (arXiv 2412.06464): heads, their dimensions, and the width of the convolution before them.
+
+    `layers`, from 0, have one in place of attention. Each key head has the same number of value heads.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    layers: frozenset[int]
+
+    @property
+    def values_per_key(self) -> int:
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def mixed(self) -> tuple[int, int, int]:
+        """Sizes of a key head's query, key, and values: what the convolution mixes."""
+        return self.key_dim, self.key_dim, self.values_per_key * self.value_dim
+
+    @property
+    def mixed_size(self) -> int:
+        return sum(self.mixed)
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """The same, and those of its values' gates, rates and decays: what the input projection makes."""
+        return *self.mixed, self.values_per_key * self.value_dim, self.values_per_key, self.values_per_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +166,7 @@ class ModelShape:
     multipliers: Multipliers | None = None
     query_scaling: tuple[float, float] | None = None
     latents: Latents | None = None
+    delta: DeltaNet | None = None
     rotary_share: float = 1.0
     num_predictors: int = 0
     """Layers for multi-token prediction that checkpoints may have after the last one; not trained."""
@@ -178,6 +218,7 @@ class ModelShape:
             tied=_flag(named, "tie_word_embeddings", config, default=traits.tied),
             experts=_experts(config, traits, size, named),
             latents=latents,
+            delta=_delta(config, size, named) if traits.delta else None,
             rotary_share=_rotary_share(config, rope, traits),
             num_predictors=num_predictors if type(num_predictors) is int else 0,
             unrotated_layers=_unrotated_layers(config, size("num_hidden_layers"), named),
@@ -230,10 +271,20 @@ class ModelShape:
         """Whether a layer, from 0, has experts."""
         return self.experts is not None and layer >= self.experts.num_dense
 
+    def has_delta(self, layer: int) -> bool:
+        """Whether a layer, from 0, has a gated delta net in place of attention."""
+        return self.delta is not None and layer in self.delta.layers
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that attend to keys and values of all rows before."""
+        return sum(not self.has_delta(layer) for layer in range(self.num_layers))
+
     @property
     def qkv_size(self) -> int:
-        """Values that a row's queries, keys and values have in one layer."""
-        return (self.num_heads + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.value_dim
+        """Values that a row's queries, with their gates, keys and values have in one layer with attention."""
+        num_queries = self.num_heads * (2 if self.has(OUT_GATE) else 1)
+        return (num_queries + self.num_kv_heads) * self.head_dim + self.num_kv_heads * self.value_dim
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -242,7 +293,16 @@ class ModelShape:
 
     @property
     def attention_products(self) -> int:
-        """Weights that a row is multiplied with in one layer's attention."""
+        """Weights that a row is multiplied with in the attention, or the gated delta net, of all layers."""
+        of_delta = 0
+        if self.delta is not None:
+            sizes = self.delta.num_key_heads * sum(self.delta.projected)
+            sizes += self.delta.num_value_heads * self.delta.value_dim
+            of_delta = len(self.delta.layers) * self.hidden_size * sizes
+        return of_delta + self.num_attention_layers * self._layer_attention_products
+
+    @property
+    def _layer_attention_products(self) -> int:
         hidden, out = self.hidden_size, self.num_heads * self.value_dim
         if (sizes := self.latents) is None:
             return hidden * (self.qkv_size + out)
@@ -256,7 +316,8 @@ class ModelShape:
         if self.experts is None:
             return self.num_layers * 3 * self.hidden_size * self.ffn_size
         experts, num_dense = self.experts, min(self.experts.num_dense, self.num_layers)
-        of_experts = experts.num_experts + 3 * (experts.top_k * experts.ffn_size + experts.shared_size)
+        used = experts.top_k * experts.ffn_size + experts.shared_size
+        of_experts = experts.num_experts + experts.gates_shared + 3 * used
         return self.hidden_size * (num_dense * 3 * self.ffn_size + (self.num_layers - num_dense) * of_experts)
 
     @property
@@ -272,9 +333,17 @@ class ModelShape:
         down = hidden * (sizes.kv_rank + sizes.rope_dim) + sizes.kv_rank
         return query + keys + hidden * out, down + (sizes.q_rank or 0) * (hidden + 1)
 
+    @property
+    def _delta_parameters(self) -> tuple[int, int]:
+        """The same of one layer's gated delta net."""
+        assert self.delta is not None
+        heads, values = self.delta.num_key_heads, self.delta.num_value_heads
+        products = self.hidden_size * (heads * sum(self.delta.projected) + values * self.delta.value_dim)
+        return products + heads * self.delta.mixed_size * self.delta.conv_width + 2 * values, self.delta.value_dim
+
     def layer_parameters(self, layer: int) -> "LayerParameters":
         """Of one layer, from 0."""
-        divided, whole = self._attention_parameters
+        divided, whole = self._delta_parameters if self.has_delta(layer) else self._attention_parameters
         whole += 2 * self.hidden_size
         if not self.has_experts(layer):
             bias = 2 * self.ffn_size if self.has(MLP_BIAS) else 0
@@ -282,7 +351,7 @@ class ModelShape:
             return LayerParameters(divided + ffn + bias, whole + self.hidden_size * self.has(MLP_BIAS), 0)
         assert self.experts is not None
         divided += 3 * self.hidden_size * self.experts.shared_size
-        whole += self.hidden_size * self.experts.num_experts
+        whole += self.hidden_size * (self.experts.num_experts + self.experts.gates_shared)
         return LayerParameters(divided, whole, self.experts.num_experts * 3 * self.hidden_size * self.experts.ffn_size)
 
     @property
@@ -303,7 +372,7 @@ class ModelShape:
     @property
     def kv_values_per_token(self) -> int:
         """Keys and values of one token in all layers, as the embedded engine keeps them: both of a key's size."""
-        return 2 * self.num_layers * self.num_kv_heads * self.kernel_dim
+        return 2 * self.num_attention_layers * self.num_kv_heads * self.kernel_dim
 
     @property
     def latent_values_per_token(self) -> int:
@@ -404,6 +473,29 @@ def _latents(config: Mapping[str, Any], size: Callable[..., int], named: str) ->
     )
 
 
+def _delta(config: Mapping[str, Any], size: Callable[..., int], named: str) -> DeltaNet:
+    num_layers = size("num_hidden_layers")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = size("full_attention_interval", default=FULL_INTERVAL)
+        kinds = [LINEAR if (layer + 1) % interval else "" for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise damaged(named, "layer_types", kinds, f"the kind of each of its {num_layers} layers")
+    found = DeltaNet(
+        num_key_heads=size("linear_num_key_heads", default=16),
+        num_value_heads=size("linear_num_value_heads", default=32),
+        key_dim=size("linear_key_head_dim", default=128),
+        value_dim=size("linear_value_head_dim", default=128),
+        conv_width=size("linear_conv_kernel_dim", default=4),
+        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+    )
+    if found.num_value_heads % found.num_key_heads:
+        raise damaged(
+            named, "linear_num_value_heads", found.num_value_heads, f"a multiple of its {found.num_key_heads} key heads"
+        )
+    return found
+
+
 def _added_features(config: Mapping[str, Any], traits: Family, named: str) -> frozenset[str]:
     return frozenset(
         feature
@@ -417,14 +509,15 @@ def _experts(config: Mapping[str, Any], traits: Family, size: Callable[..., int]
     if traits.experts is None:
         return None
     # A checkpoint saved again by transformers 5 has the last name.
-    first_name = "num_experts" if traits.experts == "qwen" else "n_routed_experts"
+    of_qwen = traits.experts != "deepseek"
+    first_name = "num_experts" if of_qwen else "n_routed_experts"
     num_experts, top_k = size(first_name, "num_local_experts"), size("num_experts_per_tok")
     if top_k > num_experts:
         raise damaged(named, "num_experts_per_tok", top_k, f"at most its {num_experts} experts")
-    of_qwen = traits.experts == "qwen"
-    experts = Experts(
-        num_experts, top_k, size("moe_intermediate_size"), _flag(named, "norm_topk_prob", config, default=not of_qwen)
-    )
+    is_renormalized = _flag(named, "norm_topk_prob", config, default=traits.experts != "qwen")
+    experts = Experts(num_experts, top_k, size("moe_intermediate_size"), is_renormalized)
+    if traits.experts == "qwen_shared":
+        return replace(experts, shared_size=size("shared_expert_intermediate_size", default=512), gates_shared=True)
     if of_qwen:
         return experts
     num_dense = config.get("first_k_dense_replace", 3 if traits.has_latents else 1)

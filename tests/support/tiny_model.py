@@ -17,8 +17,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -68,6 +70,16 @@ DEEPSEEKS_EXPERTS = {
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
 }
+DELTA: dict[str, object] = {
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "qwen3": (Qwen3Config, {"head_dim": 16}),
     "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 16, **EXPERTS}),
@@ -89,6 +101,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
             "attention_bias": True,
         },
     ),
+    "qwen3_next": (Qwen3NextConfig, {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 20}),
+    "qwen3_5_text": (Qwen3_5TextConfig, DELTA),
     "granite": (GraniteConfig, {"attention_bias": True, "mlp_bias": True, **MULTIPLIERS}),
 }
 CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\"+-*/=()\n"
@@ -130,7 +144,10 @@ def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 
                 buffer.copy_(0.1 * torch.randn_like(buffer))
         for name, parameter in model.named_parameters():
             # Default initialisation leaves norms at 1 and biases at 0, which would hide an error in either.
-            if name.endswith(("norm.weight", "bias")) or "layernorm" in name:
+            if name.endswith("A_log"):
+                # States last for some rows.
+                parameter.copy_(torch.randn_like(parameter) - 2)
+            elif name.endswith(("norm.weight", "bias")) or "layernorm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.copy_(0.15 * torch.randn_like(parameter))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from trainer.attention.delta_plan import DeltaPlan
 from trainer.attention.head_exchange import heads_to_rows, rows_to_heads
 from trainer.attention.prompt_cache import PromptCache
 from trainer.attention.segments import Segments
@@ -27,6 +28,7 @@ class SharedPromptParams(PackedSeqParams):
 
     The rotary angles are included, by position: Megatron's own would number the rows, or restart at 0 in every segment.
     Layers in `unrotated_layers`, by Megatron's numbers from 1, do without. `query_scale_T11` multiplies the queries.
+    `delta_plan` is for layers with a gated delta net.
     Angles and scales are those of this rank's rows, segments of all. `cp_group` are the ranks that share the rows, None
     for one. The format stays "sbhd", for which Megatron does not rearrange the rows.
     """
@@ -39,7 +41,13 @@ class SharedPromptParams(PackedSeqParams):
     cache: PromptCache | None = None
     unrotated_layers: frozenset[int] = frozenset()
     query_scale_T11: torch.Tensor | None = None
+    delta_plan: DeltaPlan | None = None
     qkv_format: str = "sbhd"
+
+    def kept(self, layer: int, name: str) -> torch.Tensor:
+        """What a layer has stored of the prompt in the first of two stages."""
+        assert self.cache is not None, "responses without their prompt have its cache"
+        return self.cache.kept(layer, name)
 
 
 class SharedPromptAttention(torch.nn.Module):

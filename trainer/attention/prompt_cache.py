@@ -1,6 +1,7 @@
 """Keys and values of a prompt, kept between the two stages of a group that is too long for one micro-batch.
 
-Stage one runs the prompt once; every attention layer stores its keys and values here. Stage two runs the responses
+Stage one runs the prompt once; every attention layer stores its keys and values here, a layer with a gated delta net
+its final state and its last rows. Stage two runs the responses
 against them in micro-groups; the backward of each micro-group adds to the gradients of the stored tensors. Finally the
 prompt's own backward reads the summed gradients where the keys and values were computed. That is the chain rule of the
 whole group, with the prompt computed once.
@@ -8,7 +9,8 @@ whole group, with the prompt computed once.
 Stored tensors have the model's dtype; the sums of their gradients are float32 or wider. In bfloat16 a sum no longer
 changes once it is 256 times what is added to it, and a group may have hundreds of micro-groups.
 
-Shape legend: P prompt rows, T rows of one micro-group, K key / value heads, D head dimension, H hidden size.
+Shape legend: P prompt rows, or those of what else is stored, T rows of one micro-group, K key / value heads, D head
+dimension, H hidden size.
 """
 
 from typing import Any
@@ -41,6 +43,19 @@ class PromptCache:
         key, value = (self._extend(layer, name, x) for name, x in (("key", key_TKD), ("value", value_TKD)))
         return key, value
 
+    def keep(self, layer: int, name: str, tensor: torch.Tensor, carrier: torch.Tensor) -> torch.Tensor:
+        """Stage one: stores what only responses read; `carrier`, which is on the way to the prompt's hidden rows, is
+        handed on, and brings the gradient back."""
+        kept = self._kept.setdefault((layer, name), _Kept(tensor.detach()))
+        handed_on: torch.Tensor = _Carry.apply(carrier, tensor, kept)  # type: ignore[no-untyped-call]
+        return handed_on
+
+    def kept(self, layer: int, name: str) -> torch.Tensor:
+        """Stage two: what a layer has stored; its gradients are summed."""
+        kept = self._kept[layer, name]
+        none = kept.tensor_PKD[:0].requires_grad_()
+        return self._appended(none, kept)
+
     def backward(self) -> None:
         """The prompt's backward, after that of every micro-group."""
         assert self._hidden_1H is not None and self._last_1H is not None, "stage two has not begun"
@@ -51,13 +66,16 @@ class PromptCache:
 
     def _extend(self, layer: int, name: str, tensor_TKD: torch.Tensor) -> torch.Tensor:
         if self._with_responses:
-            # `apply` is untyped in torch.
-            appended: torch.Tensor = _Append.apply(tensor_TKD, self._kept[layer, name])  # type: ignore[no-untyped-call]
-            return appended
+            return self._appended(tensor_TKD, self._kept[layer, name])
         # Stored once: a recomputed forward uses the entry that holds the gradients.
         kept = self._kept.setdefault((layer, name), _Kept(tensor_TKD.detach()))
         handed_on: torch.Tensor = _AddGradient.apply(tensor_TKD, kept)  # type: ignore[no-untyped-call]
         return handed_on
+
+    def _appended(self, tensor_TKD: torch.Tensor, kept: "_Kept") -> torch.Tensor:
+        # `apply` is untyped in torch.
+        appended: torch.Tensor = _Append.apply(tensor_TKD, kept)  # type: ignore[no-untyped-call]
+        return appended
 
 
 class _Kept:
@@ -104,6 +122,19 @@ class _AddGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_PKD: torch.Tensor) -> Any:
         return ctx.kept.added_to(grad_PKD), None
+
+
+class _Carry(torch.autograd.Function):
+    """Passes `carrier` through; the gradient of the tensor is the sum of the micro-groups' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: torch.Tensor, tensor: torch.Tensor, kept: _Kept) -> torch.Tensor:
+        ctx.kept = kept
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, ctx.kept.added_to(torch.zeros_like(ctx.kept.tensor_PKD)), None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

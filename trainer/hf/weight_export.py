@@ -111,7 +111,7 @@ class WeightExport:
     def _place(self, entry: WeightEntry, wholes: list[torch.Tensor], parts: list[torch.Tensor], tp_rank: int) -> None:
         shards = entry.shards(tp_rank, self._parallel.tp_size)
         for whole, part, shard in zip(wholes, parts, shards, strict=True):
-            whole[shard].copy_(part)
+            shard.put(part, whole)
 
     def _own_tensors(self, entry: WeightEntry) -> list[torch.Tensor]:
         return entry.on(self._parallel.tp_rank).fusion.split(self._value(entry))

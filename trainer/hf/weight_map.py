@@ -6,11 +6,12 @@ Shape legend: V vocabulary, H hidden size, A query heads, K key / value heads, D
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
-from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS
+from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, OUT_GATE, QKV_BIAS, TABLE
 from async_rl.shared.model_shape import ModelShape, stage_layers
 from trainer.parallel import Parallel
 
@@ -47,29 +48,43 @@ class Stacked:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedQKV:
-    """q, k, v as Megatron stores them: per key / value head its query heads, then its key, then its value.
+class ByHead:
+    """Parts that Megatron's tensor has head by head along dimension 0: per head its rows of each part in turn.
 
-    Tensor-parallel ranks divide the key / value heads, so a rank's part has the same form with fewer heads.
+    `blocks` has the rows per head of each part, or of each block of a part that has the rows of one kind apart from
+    those of the next. Tensor-parallel ranks divide the heads, so a rank's part has the same form with fewer heads.
     """
 
-    queries_per_kv: int
-    head_dim: int
+    blocks: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def qkv(queries_per_kv: int, head_dim: int) -> "ByHead":
+        """q [A * D, ...], k and v [K * D, ...]: per key / value head its query heads, then its key, then its value."""
+        return ByHead(((queries_per_kv * head_dim,), (head_dim,), (head_dim,)))
 
     def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """q [A * D, ...], k and v [K * D, ...] -> [(A + 2 K) * D, ...]."""
-        sizes = (self.queries_per_kv, 1, 1)
-        heads = [part.unflatten(0, (-1, size, self.head_dim)) for part, size in zip(parts, sizes, strict=True)]
-        return torch.cat(heads, dim=1).flatten(0, 2)
+        heads = [
+            block.unflatten(0, (-1, size))
+            for part, sizes in zip(parts, self.blocks, strict=True)
+            for size, block in zip(sizes, part.split(_block_sizes(len(part), sizes)), strict=True)
+        ]
+        return torch.cat(heads, dim=1).flatten(0, 1)
 
     def split(self, merged: torch.Tensor) -> list[torch.Tensor]:
-        heads = merged.unflatten(0, (-1, self.queries_per_kv + 2, self.head_dim))
-        return [part.flatten(0, 2) for part in heads.split([self.queries_per_kv, 1, 1], dim=1)]
+        sizes = [size for of_part in self.blocks for size in of_part]
+        found = iter(merged.unflatten(0, (-1, sum(sizes))).split(sizes, dim=1))
+        parts = [[next(found).flatten(0, 1) for _ in of_part] for of_part in self.blocks]
+        return [torch.cat(blocks) if len(blocks) > 1 else blocks[0] for blocks in parts]
+
+
+def _block_sizes(num_rows: int, blocks: Sequence[int]) -> list[int]:
+    """Rows of each block of a tensor, whose rows per head are `blocks`."""
+    return [num_rows // sum(blocks) * size for size in blocks]
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedQKV:
-    """A rank's rows of `GroupedQKV`'s tensor where several ranks share a key / value head: an equal share of all rows,
+    """A rank's rows of `ByHead.qkv`'s tensor where several ranks share a key / value head: an equal share of all rows,
     wherever it begins. Megatron gathers the ranks' products, and each takes the heads it needs; so every weight is on
     one rank, and its gradient whole.
     """
@@ -167,22 +182,53 @@ class WeightEntry:
         """The entry whose `fusion` is that of one tensor-parallel rank's part."""
         return replace(self, fusion=replace(self.fusion, rank=tp_rank)) if isinstance(self.fusion, SlicedQKV) else self
 
-    def shards(self, tp_rank: int, tp_size: int) -> list[tuple[slice, ...]]:
-        """The slices that one tensor-parallel rank has of each whole Hugging Face tensor, in `hf_shapes`' order."""
-        fusion = self.on(tp_rank).fusion
+    def shards(self, tp_rank: int, tp_size: int) -> list["Shard"]:
+        """What one tensor-parallel rank has of each whole Hugging Face tensor, in `hf_shapes`' order."""
+        fusion, shapes = self.on(tp_rank).fusion, list(self.hf_shapes.values())
         if isinstance(fusion, SlicedQKV):
-            return [
-                (slice(rows.start, rows.stop), *(slice(0, size) for size in shape[1:]))
-                for rows, shape in zip(fusion.parts, self.hf_shapes.values(), strict=True)
+            rows = [[range(part.start, part.stop)] for part in fusion.parts]
+        elif self.divided is None:
+            return [Shard(0, (tuple(slice(0, size) for size in shape),)) for shape in shapes]
+        else:
+            blocks = fusion.blocks if isinstance(fusion, ByHead) else ((1,),) * len(shapes)
+            rows = [
+                _shares(_block_sizes(shape[self.divided], sizes), tp_rank, tp_size)
+                for shape, sizes in zip(shapes, blocks, strict=True)
             ]
-        return [self._shard(shape, tp_rank, tp_size) for shape in self.hf_shapes.values()]
+        return [_shard(shape, self.divided or 0, parts) for shape, parts in zip(shapes, rows, strict=True)]
 
-    def _shard(self, shape: tuple[int, ...], tp_rank: int, tp_size: int) -> tuple[slice, ...]:
-        if self.divided is None:
-            return tuple(slice(0, size) for size in shape)
-        share = shape[self.divided] // tp_size
-        part = slice(tp_rank * share, (tp_rank + 1) * share)
-        return tuple(part if dim == self.divided else slice(0, size) for dim, size in enumerate(shape))
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's part of a Hugging Face tensor: slices of the whole, one after the other along `dim`."""
+
+    dim: int
+    slices: tuple[tuple[slice, ...], ...]
+
+    def of(self, read: Callable[[tuple[slice, ...]], torch.Tensor]) -> torch.Tensor:
+        """The part; `read` gives a slice of the whole."""
+        parts = [read(at) for at in self.slices]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]
+
+    def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Writes the part to its place in the whole."""
+        sizes = [at[self.dim].stop - at[self.dim].start for at in self.slices]
+        for at, piece in zip(self.slices, part.split(sizes, self.dim), strict=True):
+            whole[at].copy_(piece)
+
+
+def _shares(sizes: Sequence[int], tp_rank: int, tp_size: int) -> list[range]:
+    """A rank's rows of blocks of these sizes, each of which is divided by itself."""
+    starts = accumulate(sizes, initial=0)
+    return [
+        range(start + tp_rank * (size // tp_size), start + (tp_rank + 1) * (size // tp_size))
+        for start, size in zip(starts, sizes, strict=False)
+    ]
+
+
+def _shard(shape: tuple[int, ...], dim: int, parts: Sequence[range]) -> Shard:
+    whole = [slice(0, size) for size in shape]
+    return Shard(dim, tuple((*whole[:dim], slice(rows.start, rows.stop), *whole[dim + 1 :]) for rows in parts))
 
 
 def weight_map(shape: ModelShape, layout: Layout | None = None) -> Iterator[WeightEntry]:
@@ -256,7 +302,10 @@ class _LayerNames:
 def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:
     H, entry = shape.hidden_size, _LayerNames(shape, layout, layer).entry
     yield entry("input_layernorm.weight", {"input_layernorm.weight": (H,)})
-    yield from _attention_map(shape, layout, entry) if shape.latents is None else _latents_map(shape, entry)
+    if shape.has_delta(layer):
+        yield from _delta_map(shape, entry)
+    else:
+        yield from _attention_map(shape, layout, entry) if shape.latents is None else _latents_map(shape, entry)
     yield entry("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (H,)})
     if shape.has_experts(layer):
         yield from _experts_map(shape, layout, entry)
@@ -266,10 +315,12 @@ def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[Weight
 
 def _attention_map(shape: ModelShape, layout: Layout, entry: MakeEntry) -> Iterator[WeightEntry]:
     H, D = shape.hidden_size, shape.head_dim
-    q_size, kv_size = shape.num_heads * D, shape.num_kv_heads * D
-    qkv: Fusion = GroupedQKV(shape.num_heads // shape.num_kv_heads, D)
+    out_size, kv_size = shape.num_heads * D, shape.num_kv_heads * D
+    # Each query head is followed by its gate, where there are gates.
+    q_size = 2 * out_size if shape.has(OUT_GATE) else out_size
+    qkv: Fusion = ByHead.qkv(q_size // kv_size, D)
     if shape.num_kv_heads < layout.tp_size:
-        qkv = SlicedQKV(shape.num_heads // shape.num_kv_heads, D, shape.num_kv_heads, 0, layout.tp_size)
+        qkv = SlicedQKV(q_size // kv_size, D, shape.num_kv_heads, 0, layout.tp_size)
     for kind in ("weight", "bias") if shape.has(QKV_BIAS) else ("weight",):
         rest = (H,) if kind == "weight" else ()
         sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -278,7 +329,7 @@ def _attention_map(shape: ModelShape, layout: Layout, entry: MakeEntry) -> Itera
     if shape.qk_norm:
         yield entry("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (D,)})
         yield entry("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (D,)})
-    yield entry("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (H, q_size)}, divided=COLUMNS)
+    yield entry("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (H, out_size)}, divided=COLUMNS)
     if shape.has(OUT_BIAS):
         yield entry("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (H,)})
 
@@ -301,6 +352,29 @@ def _latents_map(shape: ModelShape, entry: MakeEntry) -> Iterator[WeightEntry]:
     yield entry("self_attention.linear_kv_up.weight", up, divided=ROWS)
     out = {"self_attn.o_proj.weight": (H, A * sizes.value_dim)}
     yield entry("self_attention.linear_proj.weight", out, divided=COLUMNS)
+
+
+def _delta_map(shape: ModelShape, entry: MakeEntry) -> Iterator[WeightEntry]:
+    """Key heads are divided, with their value heads; the norm of a value head is on every rank."""
+    delta = shape.delta
+    assert delta is not None
+    H, K, values = shape.hidden_size, delta.num_key_heads, delta.num_value_heads
+    *mixed, gates, rates, decays = delta.projected
+    if TABLE[shape.family].delta == "by_head":
+        sizes = {"in_proj_qkvz": (*mixed, gates), "in_proj_ba": (rates, decays)}
+        blocks: tuple[tuple[int, ...], ...] = tuple((sum(parts),) for parts in sizes.values())
+    else:
+        sizes = {"in_proj_qkv": (*mixed,), "in_proj_z": (gates,), "in_proj_b": (rates,), "in_proj_a": (decays,)}
+        blocks = tuple(sizes.values())
+    into = {f"linear_attn.{name}.weight": (K * sum(parts), H) for name, parts in sizes.items()}
+    yield entry("self_attention.linear_in.weight", into, ByHead(blocks), ROWS)
+    conv = {"linear_attn.conv1d.weight": (K * delta.mixed_size, 1, delta.conv_width)}
+    yield entry("self_attention.conv_weight", conv, ByHead((delta.mixed,)), ROWS)
+    yield entry("self_attention.decay_bias", {"linear_attn.dt_bias": (values,)}, divided=ROWS)
+    yield entry("self_attention.decay_log", {"linear_attn.A_log": (values,)}, divided=ROWS)
+    yield entry("self_attention.out_norm.weight", {"linear_attn.norm.weight": (delta.value_dim,)})
+    out = {"linear_attn.out_proj.weight": (H, values * delta.value_dim)}
+    yield entry("self_attention.linear_out.weight", out, divided=COLUMNS)
 
 
 def _mlp_map(shape: ModelShape, entry: MakeEntry) -> Iterator[WeightEntry]:
@@ -327,7 +401,10 @@ def _experts_map(shape: ModelShape, layout: Layout, entry: MakeEntry) -> Iterato
         yield entry("mlp.experts.weight1", gate_up, Stacked(2), ep_rank=ep_rank, index=local_expert)
         yield entry("mlp.experts.weight2", down, ep_rank=ep_rank, index=local_expert)
     if size := shape.experts.shared_size:
-        gate_up = {f"mlp.shared_experts.{name}_proj.weight": (size, H) for name in ("gate", "up")}
+        theirs = "mlp.shared_expert" if shape.experts.gates_shared else "mlp.shared_experts"
+        gate_up = {f"{theirs}.{name}_proj.weight": (size, H) for name in ("gate", "up")}
         yield entry("mlp.shared_experts.linear_fc1.weight", gate_up, Stacked(2), ROWS)
-        down = {"mlp.shared_experts.down_proj.weight": (H, size)}
+        down = {f"{theirs}.down_proj.weight": (H, size)}
         yield entry("mlp.shared_experts.linear_fc2.weight", down, divided=COLUMNS)
+    if shape.experts.gates_shared:
+        yield entry("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": (1, H)})

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,10 @@ def load_hf_weights(model: RankModel, checkpoint: Path) -> None:
         with torch.no_grad():
             for entry in (entry.on(parallel.tp_rank) for entry in own):
                 shards = entry.shards(parallel.tp_rank, parallel.tp_size)
-                parts = [read_part(files, name, at, block) for name, at in zip(entry.hf_shapes, shards, strict=True)]
+                parts = [
+                    shard.of(partial(read_part, files, name, block))
+                    for name, shard in zip(entry.hf_shapes, shards, strict=True)
+                ]
                 merged, parameter = entry.fusion.merge(parts), entry.of(parameters)
                 assert merged.shape == parameter.shape, f"{entry.megatron_name}: {merged.shape} != {parameter.shape}"
                 parameter.copy_(merged)
@@ -66,7 +70,7 @@ def load_hf_weights(model: RankModel, checkpoint: Path) -> None:
                     buffers[entry.megatron_name].copy_(files[name].get_tensor(name))
 
 
-def read_part(files: dict[str, Any], name: str, at: tuple[slice, ...], block: tuple[int, int] | None) -> torch.Tensor:
+def read_part(files: dict[str, Any], name: str, block: tuple[int, int] | None, at: tuple[slice, ...]) -> torch.Tensor:
     """A part of a stored tensor; of one in fp8 the values, each times the scale of its `block` of rows and columns."""
     stored = files[name].get_slice(name)
     part: torch.Tensor = stored[at]

@@ -1,4 +1,4 @@
-"""A layer with experts, to compute the same as Qwen3-MoE and DeepSeek-V3 in transformers; for `gpt.py`.
+"""A layer with experts, to compute the same as Qwen3-MoE, Qwen3-Next and DeepSeek-V3 in transformers; for `gpt.py`.
 
 A token is routed to the experts with the `top_k` largest router logits. Its weights are a softmax over all experts, or
 over the chosen ones, which is the same as renormalizing the former (`norm_topk_prob`). The experts of one rank have one
@@ -204,6 +204,7 @@ def moe_options(experts: Experts | None, recompute: str) -> dict[str, Any]:
     }
     if experts.shared_size:
         options["moe_shared_expert_intermediate_size"] = experts.shared_size
+        options["moe_shared_expert_gate"] = experts.gates_shared
     if recompute == "selective":
         options["recompute_modules"] = ["moe", "mlp"]
     return options

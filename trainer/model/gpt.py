@@ -27,11 +27,15 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.shared.model_families import QKV_BIAS
-from async_rl.shared.model_shape import Experts, ModelShape, Rope, stage_layers
+from async_rl.shared.model_families import OUT_GATE, QKV_BIAS
+from async_rl.shared.model_shape import ModelShape, Rope, stage_layers
 from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
+from trainer.attention.delta_net import GatedDeltaNet
+from trainer.attention.delta_plan import DeltaPlan, make_delta_plan
+from trainer.attention.gated_attention import GatedAttention
 from trainer.attention.latent_attention import LatentAttention
 from trainer.attention.prompt_cache import PromptCache
+from trainer.attention.segments import Segments
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
@@ -134,6 +138,7 @@ class SharedPromptGPT(GPTModel):
             unrotated_layers=self.shape.unrotated_layers,
             query_scale_T11=self._query_scale(rows.positions_T),
             cp_group=self.row_sharers,
+            delta_plan=self._delta_plan(rows.segments, cache),
         )
         out_T1H: torch.Tensor = self.decoder(
             hidden_states=hidden_T1H, attention_mask=None, rotary_pos_emb=None, packed_seq_params=params
@@ -166,6 +171,13 @@ class SharedPromptGPT(GPTModel):
             self.shape.multipliers.logits if self.shape.multipliers else 1.0,
         )
         return of_all_labels(of_own, labels, self.row_sharers)
+
+    def _delta_plan(self, segments: Segments, cache: PromptCache | None) -> DeltaPlan | None:
+        if self.shape.delta is None:
+            return None
+        # The key rows of the second stage begin with those of the first.
+        is_prompt = cache is not None and segments.self_kv_start == 0
+        return make_delta_plan(segments, self.shape.delta.conv_width, keeps_prompt=is_prompt)
 
     def _query_scale(self, positions_T: torch.Tensor) -> torch.Tensor | None:
         """What the queries of each position are multiplied by, [T, 1, 1], in the model's dtype."""
@@ -245,6 +257,7 @@ def build_model(
         activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.has(QKV_BIAS),
+        attention_output_gate=shape.has(OUT_GATE),
         softmax_scale=shape.attention_scale,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -304,15 +317,17 @@ def _mark_divided(model: RankModel) -> None:
 
 
 def _block_spec(shape: ModelShape, parallel: Parallel, chunk: int) -> TransformerBlockSubmodules:
-    """A chunk's layers, of which there are at most two kinds."""
+    """A chunk's layers; those of one kind share a spec."""
     ops = parallel.device.LAYER_OPS
-    kinds = {with_experts: _layer_spec(shape, ops, shape.experts if with_experts else None) for with_experts in (0, 1)}
     stages = stage_layers(shape.num_layers, parallel.pp_size * parallel.num_chunks)
     layers = stages[chunk * parallel.pp_size + parallel.pp_rank]
-    return TransformerBlockSubmodules([kinds[shape.has_experts(layer)] for layer in layers], norm_spec(ops))
+    kinds = [(shape.has_experts(layer), shape.has_delta(layer)) for layer in layers]
+    specs = {kind: _layer_spec(shape, ops, *kind) for kind in dict.fromkeys(kinds)}
+    return TransformerBlockSubmodules([specs[kind] for kind in kinds], norm_spec(ops, shape))
 
 
-def _layer_spec(shape: ModelShape, ops: LayerOps, experts: Experts | None) -> ModuleSpec:
+def _layer_spec(shape: ModelShape, ops: LayerOps, has_experts: bool, has_delta: bool) -> ModuleSpec:
+    experts = shape.experts if has_experts else None
     layer = get_gpt_layer_local_spec(
         num_experts=experts and experts.num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )
@@ -320,11 +335,16 @@ def _layer_spec(shape: ModelShape, ops: LayerOps, experts: Experts | None) -> Mo
         use_router(layer, experts)
         use_stacked_experts(layer, ops, has_shared=experts.shared_size > 0)
     layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
-    use_layer_ops(layer, ops, shape.qk_norm)
+    use_layer_ops(layer, ops, shape)
     use_biases(layer, shape)
     if shape.multipliers is not None:
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = scaled_add(shape.multipliers.residual)
+    if shape.has(OUT_GATE):
+        layer.submodules.self_attention.module = GatedAttention
+    norm = partial(RMSNorm, op=ops.rms_norm)
     if shape.latents is not None:
-        options = {"latents": shape.latents, "norm": partial(RMSNorm, op=ops.rms_norm)}
+        options: dict[str, Any] = {"latents": shape.latents, "norm": norm}
         layer.submodules.self_attention = ModuleSpec(module=LatentAttention, params=options)
+    if has_delta:
+        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, params={"delta": shape.delta, "norm": norm})
     return layer

@@ -12,13 +12,13 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS
+from async_rl.shared.model_families import MLP_BIAS, NORMS_FROM_ONE, OUT_BIAS
 from async_rl.shared.model_shape import ModelShape
 from trainer.devices.layer_ops import LayerOps
 
 
 class RMSNorm(torch.nn.Module):
-    """A norm of Megatron's layers by the given operation; its weight starts at 1.
+    """A norm of Megatron's layers by the given operation; its weight starts at 1, or, with `from_one`, 1 + weight does.
 
     Unlike Megatron's own local norm it supports sequence parallelism, and it needs neither Apex nor Transformer Engine.
     """
@@ -30,16 +30,22 @@ class RMSNorm(torch.nn.Module):
         eps: float = 1e-5,
         *,
         op: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
+        from_one: bool = False,
     ) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size))
+        self.weight = torch.nn.Parameter((torch.zeros if from_one else torch.ones)(hidden_size))
         # Makes Megatron sum its gradients over the ranks that share the rows.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self._eps = eps
         self._op = op
+        self._from_one = from_one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._op(x, self.weight, self._eps)
+        if not self._from_one:
+            return self._op(x, self.weight, self._eps)
+        # Half precision would round 1 + w, so all is wide and rounded once, as in transformers.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return self._op(x.to(wide), 1 + self.weight.to(wide), self._eps).to(x.dtype)
 
 
 class SwiGLU(torch.nn.Module):
@@ -57,17 +63,17 @@ class SwiGLU(torch.nn.Module):
         return {}
 
 
-def norm_spec(ops: LayerOps) -> ModuleSpec:
+def norm_spec(ops: LayerOps, shape: ModelShape) -> ModuleSpec:
     """The spec of a norm, in a layer or after the last one."""
-    return ModuleSpec(module=RMSNorm, params={"op": ops.rms_norm})
+    return ModuleSpec(module=RMSNorm, params={"op": ops.rms_norm, "from_one": shape.has(NORMS_FROM_ONE)})
 
 
-def use_layer_ops(layer: ModuleSpec, ops: LayerOps, qk_norm: bool) -> None:
+def use_layer_ops(layer: ModuleSpec, ops: LayerOps, shape: ModelShape) -> None:
     """Sets norms and activation in a layer spec, in place; the core attention applies the rotary embedding."""
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm_spec(ops)
-    if qk_norm:
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm_spec(ops, shape)
+    if shape.qk_norm:
         attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = norm_spec(ops)
+        attention.q_layernorm = attention.k_layernorm = norm_spec(ops, shape)
     if ops.swiglu is not None:
         mlp = layer.submodules.mlp.submodules
         # Experts have their own (see `experts.py`), but for those that all rows pass.

@@ -33,15 +33,30 @@ CLASS_OF = {
     "self_attn.kv_b_proj.weight": "kv of latents",
     "self_attn.v_proj.weight": "v",
     "self_attn.v_proj.bias": "v bias",
+    "linear_attn.in_proj_qkvz.weight": "delta qkv and gate",
+    "linear_attn.in_proj_ba.weight": "delta rate and decay",
+    "linear_attn.in_proj_qkv.weight": "delta qkv",
+    "linear_attn.in_proj_z.weight": "delta gate",
+    "linear_attn.in_proj_b.weight": "delta rate",
+    "linear_attn.in_proj_a.weight": "delta decay",
+    "linear_attn.conv1d.weight": "delta convolution",
+    "linear_attn.dt_bias": "delta decay bias",
+    "linear_attn.A_log": "delta decay scale",
+    "linear_attn.norm.weight": "delta norm",
     "input_layernorm.weight": "input norm",
     "self_attn.o_proj.weight": "o",
     "self_attn.o_proj.bias": "o bias",
+    "linear_attn.out_proj.weight": "delta o",
     "mlp.gate_proj.weight": "gate",
     "mlp.up_proj.weight": "up",
     "mlp.down_proj.weight": "down",
     "mlp.shared_experts.gate_proj.weight": "shared gate",
     "mlp.shared_experts.up_proj.weight": "shared up",
     "mlp.shared_experts.down_proj.weight": "shared down",
+    "mlp.shared_expert.gate_proj.weight": "shared gate",
+    "mlp.shared_expert.up_proj.weight": "shared up",
+    "mlp.shared_expert.down_proj.weight": "shared down",
+    "mlp.shared_expert_gate.weight": "gate of shared",
     "mlp.gate_proj.bias": "gate bias",
     "mlp.up_proj.bias": "up bias",
     "mlp.down_proj.bias": "down bias",
@@ -85,7 +100,7 @@ def constant_of(hf_name: str, hf_shape: tuple[int, ...], *, tells_experts: bool)
     name = class_of(hf_name)
     if name.endswith("norm"):
         return 1.0
-    if name == "o":
+    if name in ("o", "delta o"):
         return 0.0
     expert = int(hf_name.split(".")[5]) if name.startswith(EXPERT) and tells_experts else 0
     size = 0.1 if name.endswith("down") else 1.0
