@@ -93,6 +93,7 @@ TABLE: Final[Mapping[str, Family]] = {
         experts="deepseek",
         rotary_share=0.5,
     ),
+    # Their checkpoints may have layers for multi-token prediction under names of their own ("mtp.").
     "qwen3_next": Family(
         head_dim=256,
         features=frozenset({QK_NORM, OUT_GATE, NORMS_FROM_ONE}),

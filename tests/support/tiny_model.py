@@ -79,6 +79,8 @@ DELTA: dict[str, object] = {
     "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
     "partial_rotary_factor": 0.5,
+    # What a state gives may be nearly 0, and its norm would multiply roundings.
+    "rms_norm_eps": 1e-2,
 }
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "qwen3": (Qwen3Config, {"head_dim": 16}),
@@ -147,6 +149,9 @@ def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 
             if name.endswith("A_log"):
                 # States last for some rows.
                 parameter.copy_(torch.randn_like(parameter) - 2)
+            elif name.endswith("conv1d.weight"):
+                # Of few inputs.
+                parameter.copy_(0.6 * torch.randn_like(parameter))
             elif name.endswith(("norm.weight", "bias")) or "layernorm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             else:

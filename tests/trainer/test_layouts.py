@@ -31,7 +31,7 @@ from tests.support.trainer.layout_matrix import (
     accepted_placements,
     cases,
     cover_of,
-    deepseek_cases,
+    expert_family_cases,
     in_bfloat16,
     placements,
     ragged_cases,
@@ -146,11 +146,11 @@ def test_ranks_that_share_key_heads_and_unequal_stages_train_what_one_rank_train
 @pytest.mark.distributed
 @pytest.mark.timeout(650)
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_latents_and_deepseeks_experts_train_what_one_rank_trains(
+def test_latents_delta_nets_and_other_experts_train_what_one_rank_trains(
     num_ranks: int, one_rank: OneRank, tmp_path: Path
 ) -> None:
     """Among them the gradient of the rotated part of the key, which all ranks' heads share."""
-    compare(cover_of(deepseek_cases(num_ranks), strength=1), one_rank, tmp_path, timeout_s=600)
+    compare(cover_of(expert_family_cases(num_ranks), strength=1), one_rank, tmp_path, timeout_s=600)
 
 
 @pytest.mark.nightly

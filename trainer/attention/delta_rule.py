@@ -118,10 +118,11 @@ class _UnitInverse(torch.autograd.Function):
     def backward(ctx: Any, dinverse: torch.Tensor) -> torch.Tensor:
         (inverse,) = ctx.saved_tensors
         transposed = inverse.transpose(-1, -2)
-        return -(transposed @ dinverse @ transposed).tril(-1)
+        dmatrix: torch.Tensor = transposed @ dinverse @ transposed
+        return -dmatrix.tril(-1)
 
 
 def _diagonal_blocks(matrix: torch.Tensor, size: int) -> torch.Tensor:
     """[..., C, C] -> the blocks on its diagonal, [..., C / size, size, size], a view."""
-    blocks = matrix.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    blocks: torch.Tensor = matrix.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
     return blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)

@@ -84,13 +84,15 @@ def _divisions(trainer: TrainerSection, model: ModelShape) -> list[tuple[str, in
     experts = model.experts
     # Experts are not divided: each is whole on its rank. What stands beside them, and dense layers, are.
     divided = [] if experts else [("feed-forward size", model.ffn_size)]
-    if experts is not None and experts.grouping is not None:
+    if experts is not None and experts.shared_size:
         divided = [("shared experts' feed-forward size", experts.shared_size)]
         divided += [("feed-forward size", model.ffn_size)] if experts.num_dense else []
     divisions = [
         ("tensor_parallel", tensor, "attention heads", model.num_heads),
         ("tensor_parallel", tensor, "vocabulary entries", model.vocab_size),
     ]
+    if model.delta is not None and model.delta.layers:
+        divided.append(("key heads of linear attention (linear_num_key_heads)", model.delta.num_key_heads))
     divisions += [("tensor_parallel", tensor, what, size) for what, size in divided]
     if experts is None:
         return divisions

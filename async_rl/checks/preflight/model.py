@@ -221,6 +221,11 @@ def require_trainable(config: Config, files: ModelFiles, *, is_whole: bool = Tru
             f"{config.inference.engine!r} does not serve with the trainer's weights: name the checkpoint in bfloat16, "
             "or save it so (README of the model, or DeepSeek-V3's fp8_cast_bf16.py)"
         )
+    if files.shape.delta is not None and config.inference.engine == "transformers" and not config.pool.instances:
+        raise ConfigError(
+            f"{files.named} is of {files.shape.family!r}, whose linear attention inference.engine = 'transformers' does "
+            "not serve: set inference.engine = 'vllm', or name instances that run elsewhere in pool.instances"
+        )
     has_tokenizer = is_whole or files.without_tokenizer() is None
     if config.prompts.chat_template and has_tokenizer and not files.has_chat_template:
         raise ConfigError(
@@ -392,11 +397,13 @@ def require_exact(config: Config, files: ModelFiles) -> None:
             )
     family = str(files.config.get("model_type"))
     traits = TABLE.get(SAME_AS.get(family, family))
-    if traits is not None and traits.experts:
-        raise ConfigError(
-            f"train.exact is for models without experts, and model.path {files.name!r} is of {family!r}: set "
-            "train.exact to false"
-        )
+    lacks = {"experts": traits and traits.experts, "linear attention": traits and traits.delta}
+    for what, has in lacks.items():
+        if has:
+            raise ConfigError(
+                f"train.exact is for models without {what}, and model.path {files.name!r} is of {family!r}: set "
+                "train.exact to false"
+            )
 
 
 def require_other_models(config: Config, policy: ModelFiles, num_ranks: int, *, is_whole: bool = True) -> None:

@@ -62,7 +62,10 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 def is_predictor(name: str, shape: ModelShape) -> bool:
-    """Whether a tensor is one of a layer for multi-token prediction, which are stored behind the model's layers."""
+    """Whether a tensor is one of a layer for multi-token prediction, which are stored behind the model's layers, or
+    apart from them beside gated delta nets."""
+    if shape.delta is not None and name.startswith("mtp."):
+        return True
     number = name.removeprefix(LAYERS).partition(".")[0] if name.startswith(LAYERS) else ""
     return number.isdecimal() and shape.num_layers <= int(number) < shape.num_layers + shape.num_predictors
 

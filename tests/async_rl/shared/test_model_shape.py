@@ -18,8 +18,10 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -41,6 +43,8 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "granite": GraniteConfig,
     "deepseek_v3": DeepseekV3Config,
     "glm4_moe": Glm4MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5_text": Qwen3_5TextConfig,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -61,6 +65,13 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
 SCALED = {"ministral3": {QUERY_BETA: 0.5, ORIGINAL: 8}}
+DELTA_HEADS = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 NO_WINDOW = {"sliding_window": None}
 
 
@@ -71,6 +82,8 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
         "smollm3": {"pad_token_id": None},
         "deepseek_v3": {**DEEPSEEKS_EXPERTS, **LATENTS, "num_key_value_heads": 4},
         "glm4_moe": {**DEEPSEEKS_EXPERTS, "n_group": 2},
+        "qwen3_next": {**EXPERTS, **DELTA_HEADS, "shared_expert_intermediate_size": 20},
+        "qwen3_5_text": DELTA_HEADS,
     }.get(family, {})
     return {**SIZES, **own, "model_type": family, **changes}
 
@@ -160,6 +173,9 @@ def test_a_token_uses_the_experts_it_is_routed_to() -> None:
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval = 0"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
         ({"rope_theta": float("nan")}, "rope_theta = nan"),
+        ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}, "layer_types = ['linear_attention']"),
+        ({"model_type": "qwen3_5_text", "linear_num_value_heads": 9, "linear_num_key_heads": 2}, "value_heads = 9"),
+        ({"model_type": "qwen3_5_text", "full_attention_interval": 0}, "full_attention_interval = 0"),
         ({"model_type": "gpt2"}, "model_type 'gpt2', which the trainer does not support: expected one of"),
         ({"model_type": None}, "model_type None"),
         ({"model_type": ["qwen3"]}, "model_type"),
@@ -172,7 +188,11 @@ def test_a_damaged_config_is_an_error_that_names_the_value(changes: dict[str, An
 
 
 @settings(max_examples=20)
-@given(st.sampled_from(sorted(CONFIGS.keys() - {"deepseek_v3", "glm4_moe"})), st.booleans(), st.data())
+@given(
+    st.sampled_from(sorted(CONFIGS.keys() - {"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text"})),
+    st.booleans(),
+    st.data(),
+)
 def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObject) -> None:
     def draw(*choices: float) -> Any:
         return data.draw(st.sampled_from(choices))
@@ -246,6 +266,14 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
             "none",
         ),
         ("mistral", {}, "sliding_window 4096", "null"),
+        (
+            "qwen3_next",
+            {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+            "layer_types with 'sliding_attention'",
+            "'linear_attention' or 'full_attention' in every layer",
+        ),
+        ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step 2", "1, experts in every layer"),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate false", "true"),
         (
             "qwen3",
             {"quantization_config": {"quant_method": "fp8"}},

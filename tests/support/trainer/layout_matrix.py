@@ -114,7 +114,8 @@ LARGER = {
 """Placements whose kind needs more ranks; compared under a pairwise cover of the other settings."""
 
 
-OTHER_FAMILIES, WITH_EXPERTS = ("granite", "ministral3"), ("deepseek_v3", "glm4_moe")
+OTHER_FAMILIES = ("granite", "ministral3", "qwen3_5_text")
+WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen3_next")
 """Those with operations that the families of `cases` do not have, and of which a layout might make something else."""
 
 
@@ -205,6 +206,8 @@ def _sizes(case: Case) -> dict[str, int]:
     sizes["num_hidden_layers"] = max(2, place.pipeline * place.chunks) + case.ragged
     if case.ragged:
         sizes["num_key_value_heads"] = max(1, place.tensor * place.context // 2)
+    if case.family.startswith(("qwen3_next", "qwen3_5")):
+        sizes |= {"linear_num_key_heads": place.tensor, "linear_num_value_heads": 2 * place.tensor}
     if case.experts and not case.family:
         sizes["num_experts"] = max(6 if thirds else 4, place.expert)
         if case.dtype == "bfloat16":
@@ -247,8 +250,8 @@ def ragged_cases(num_ranks: int) -> list[Case]:
     return [replace(case, ragged=True, family=family) for case in placed for family in ("", *OTHER_FAMILIES)]
 
 
-def deepseek_cases(num_ranks: int) -> list[Case]:
-    """Those of families with DeepSeek-V3's experts, after a dense layer."""
+def expert_family_cases(num_ranks: int) -> list[Case]:
+    """Those of families with experts and layers of their own: DeepSeek-V3's, and Qwen3-Next's."""
     some = [case for case in cases(num_ranks) if case.experts]
     return [
         replace(case, ragged=ragged, family=family)

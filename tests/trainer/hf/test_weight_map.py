@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.shared.model_shape import Experts, ModelShape
+from async_rl.shared.model_shape import DeltaNet, Experts, ModelShape
 from async_rl.shared.weights.stream import TensorSpec, bucket_bytes_of, messages
-from trainer.hf.weight_map import COLUMNS, EMBEDDING, ROWS, GroupedQKV, Layout, Stacked, tied_head, weight_map
+from trainer.hf.weight_map import COLUMNS, EMBEDDING, ROWS, ByHead, Layout, Stacked, tied_head, weight_map
 
 SIZES = st.integers(1, 4)
 
@@ -20,9 +20,12 @@ def shape(family: str, tied: bool = False, *, experts: Experts | None = None) ->
     return ModelShape(family, 12, 24, 36, 24, 12, 4, 48, 1e-6, 1e4, None, tied, experts)
 
 
+DELTA = DeltaNet(12, 24, 3, 5, 4, frozenset(range(0, 12, 2)))
 SHAPES = [
     *(shape(family, tied) for family, tied in product(("qwen2", "qwen3", "llama"), (True, False))),
     *(shape("qwen3_moe", tied, experts=Experts(12, 2, 12, True)) for tied in (True, False)),
+    replace(shape("qwen3_next", experts=Experts(12, 2, 12, True, None, 12, 0, gates_shared=True)), delta=DELTA),
+    replace(shape("qwen3_5_text", tied=True), delta=DELTA),
 ]
 LAYOUTS = [Layout(tp, pp, ep) for tp, pp, ep in product((1, 2, 3, 4), repeat=3)]
 LAYOUTS += [Layout(1, pp, ep, chunks) for pp, ep, chunks in ((2, 1, 2), (2, 3, 6), (3, 2, 4), (4, 1, 2), (5, 1, 2))]
@@ -46,7 +49,7 @@ def test_queries_keys_and_values_stand_head_by_head(
         first = head * queries_per_kv
         expected += [q[i * head_dim : (i + 1) * head_dim] for i in range(first, first + queries_per_kv)]
         expected += [part[head * head_dim : (head + 1) * head_dim] for part in (k, v)]
-    fusion = GroupedQKV(queries_per_kv, head_dim)
+    fusion = ByHead.qkv(queries_per_kv, head_dim)
     assert torch.equal(fusion.merge([q, k, v]), torch.cat(expected))
     for found, part in zip(fusion.split(torch.cat(expected)), (q, k, v), strict=True):
         assert torch.equal(found, part)
@@ -78,7 +81,7 @@ def test_every_layout_has_the_weights_of_the_whole_model_once_and_in_its_order(m
 
 def test_every_stage_and_every_rank_of_experts_calls_its_weights_alike() -> None:
     """Megatron numbers layers and experts anew on each of them."""
-    model, layout = SHAPES[-1], Layout(pp_size=3, ep_size=2)
+    model, layout = SHAPES[7], Layout(pp_size=3, ep_size=2)
     names: dict[tuple[int, int | None], set[tuple[str, int | None]]] = {}
     for entry in weight_map(model, layout):
         if entry.megatron_name.startswith("decoder.layers."):
@@ -106,12 +109,15 @@ def test_the_parts_of_tensor_parallel_ranks_make_the_whole_megatron_tensor(model
     for entry in weight_map(model, Layout(tp_size)):
         whole = [numbered(*size) + 10**6 * i for i, size in enumerate(entry.hf_shapes.values())]
         shards = [entry.shards(rank, tp_size) for rank in range(tp_size)]
-        parts = [[part[shard] for part, shard in zip(whole, of_rank, strict=True)] for of_rank in shards]
+        parts = [[shard.of(part.__getitem__) for part, shard in zip(whole, of_rank, strict=True)] for of_rank in shards]
+        again = [torch.empty_like(tensor) for tensor in whole]
+        for of_rank, own in zip(shards, parts, strict=True):
+            for tensor, shard, part in zip(again, of_rank, own, strict=True):
+                shard.put(part, tensor)
+        assert all(map(torch.equal, again, whole))
         if entry.divided is None:
             assert all(torch.equal(a, b) for rank in parts for a, b in zip(rank, whole, strict=True))
             continue
-        for i, tensor in enumerate(whole):
-            assert torch.equal(torch.cat([rank[i] for rank in parts], entry.divided), tensor)
         if not isinstance(entry.fusion, Stacked) or entry.fusion.num_parts == 1:
             # Gate and up are stacked on each rank, so there the whole is not the ranks' parts in a row.
             merged = torch.cat([entry.fusion.merge(rank) for rank in parts], entry.divided)
@@ -131,10 +137,11 @@ def test_ranks_that_share_a_key_head_have_equal_shares_of_the_rows_of_one_rank(
         again = [torch.empty_like(tensor) for tensor in whole]
         for rank in range(tp_size):
             entry, shards = shared[name].on(rank), shared[name].shards(rank, tp_size)
-            merged = entry.fusion.merge([tensor[shard] for tensor, shard in zip(whole, shards, strict=True)])
+            own = [shard.of(tensor.__getitem__) for tensor, shard in zip(whole, shards, strict=True)]
+            merged = entry.fusion.merge(own)
             assert torch.equal(merged, expected[rank])
             for tensor, shard, part in zip(again, shards, entry.fusion.split(merged), strict=True):
-                tensor[shard] = part
+                shard.put(part, tensor)
         assert all(map(torch.equal, again, whole))
 
 

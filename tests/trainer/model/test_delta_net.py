@@ -12,12 +12,16 @@ import torch
 from async_rl.method.types import Group
 from tests.support.groups import random_group
 from tests.support.tiny_model import make_tiny_model
+from tests.trainer.test_forward_backward import Policy, hf_gradients_of, load
 from trainer.attention.delta_plan import CHUNK_ROWS
 from trainer.batching.packing import pack
+from trainer.forward_backward import make_passes
+from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
 
 TOLERANCE = 1e-5
-"""Of each gradient relative to its norm; the one of transformers is float32 itself amid its delta nets."""
+"""Of each gradient relative to its norm, with two layers. Four of them multiply roundings, and what all decays share are
+sums over all rows that nearly cancel; the delta nets of transformers compute in float32, too."""
 
 LONG = ((CHUNK_ROWS + 20, (3, 70, 130)), (2, (CHUNK_ROWS + 1, 1)), (131, (1, 20)), (1, (5, 65)))
 """(prompt tokens, response tokens of each response): shorter than the convolution, and longer than two chunks."""
@@ -73,5 +77,21 @@ def test_log_probs_and_gradients_equal_transformers(
     num_labels = sum(group.num_response_tokens for group in some)
     gradients = {name: gradient / num_labels for name, gradient in hf_gradients(trainer).items()}
     errors = relative_errors(gradients, expected.gradients)
-    print(max((error, name) for name, error in errors.items()), largest)
-    assert max(errors.values()) <= TOLERANCE, errors
+    for name, error in errors.items():
+        is_rounded = options.get("num_hidden_layers", 2) > 2 or name.endswith(("A_log", "dt_bias"))
+        assert error <= (4 * TOLERANCE if is_rounded else TOLERANCE), f"{name}: {error:.1e}"
+
+
+def test_two_stages_and_recomputation_change_nothing_in_float64(
+    tiny_model: Callable[..., Path], parallel: Parallel, rng: random.Random
+) -> None:
+    path = tiny_model("qwen3_next", num_hidden_layers=3)
+    groups = [random_group(i, prompt, lens, rng) for i, (prompt, lens) in enumerate(LONG)]
+    results = []
+    for recompute, max_tokens in (("none", 10_000), ("none", 90), ("full", 90)):
+        model = load(path, torch.float64, recompute, parallel)
+        for a_pass in make_passes(pack(groups, max_tokens), parallel, 1.0, max_tokens):
+            a_pass.train(Policy(model), lambda number, logprobs_N, *_: logprobs_N.square().sum())
+        results.append(hf_gradients_of(model))
+    for staged in results[1:]:
+        assert max(relative_errors(staged, results[0]).values()) <= 1e-11
