@@ -490,9 +490,8 @@ def _delta(config: Mapping[str, Any], size: Callable[..., int], named: str) -> D
         layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
     )
     if found.num_value_heads % found.num_key_heads:
-        raise damaged(
-            named, "linear_num_value_heads", found.num_value_heads, f"a multiple of its {found.num_key_heads} key heads"
-        )
+        expected = f"a multiple of its linear_num_key_heads = {found.num_key_heads}"
+        raise damaged(named, "linear_num_value_heads", found.num_value_heads, expected)
     return found
 
 

@@ -223,8 +223,8 @@ def require_trainable(config: Config, files: ModelFiles, *, is_whole: bool = Tru
         )
     if files.shape.delta is not None and config.inference.engine == "transformers" and not config.pool.instances:
         raise ConfigError(
-            f"{files.named} is of {files.shape.family!r}, whose linear attention inference.engine = 'transformers' does "
-            "not serve: set inference.engine = 'vllm', or name instances that run elsewhere in pool.instances"
+            f"{files.named} is of {files.shape.family!r}, whose linear attention inference.engine = 'transformers' "
+            "does not serve: set inference.engine = 'vllm', or name instances that run elsewhere in pool.instances"
         )
     has_tokenizer = is_whole or files.without_tokenizer() is None
     if config.prompts.chat_template and has_tokenizer and not files.has_chat_template:

@@ -20,8 +20,8 @@ from trainer.parallel import Parallel
 from trainer.trainer import MegatronTrainer
 
 TOLERANCE = 1e-5
-"""Of each gradient relative to its norm, with two layers. Four of them multiply roundings, and what all decays share are
-sums over all rows that nearly cancel; the delta nets of transformers compute in float32, too."""
+"""Of each gradient relative to its norm, with two layers. Four of them multiply roundings, and what all decays share is
+a sum over all rows that nearly cancels; the delta nets of transformers compute in float32, too."""
 
 LONG = ((CHUNK_ROWS + 20, (3, 70, 130)), (2, (CHUNK_ROWS + 1, 1)), (131, (1, 20)), (1, (5, 65)))
 """(prompt tokens, response tokens of each response): shorter than the convolution, and longer than two chunks."""
