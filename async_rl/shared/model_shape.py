@@ -375,6 +375,15 @@ class ModelShape:
         return 2 * self.num_attention_layers * self.num_kv_heads * self.kernel_dim
 
     @property
+    def values_per_sequence(self) -> int:
+        """What an engine keeps of one sequence whatever its length: states and last rows of gated delta nets."""
+        if self.delta is None:
+            return 0
+        of_layer = self.delta.num_value_heads * self.delta.key_dim * self.delta.value_dim
+        of_layer += self.delta.num_key_heads * self.delta.mixed_size * (self.delta.conv_width - 1)
+        return len(self.delta.layers) * of_layer
+
+    @property
     def latent_values_per_token(self) -> int:
         """What vLLM keeps of one token in all layers: latents where the model has them."""
         if self.latents is None:

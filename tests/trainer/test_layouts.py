@@ -169,7 +169,7 @@ def test_a_pairwise_cover_of_the_matrix_trains_what_one_rank_trains(
 def test_ranks_that_share_rows_train_what_one_rank_trains_in_every_pair_of_settings(
     num_ranks: int, one_rank: OneRank, tmp_path: Path
 ) -> None:
-    candidates = (with_frozen_models(cases(num_ranks)), ragged_cases(num_ranks), deepseek_cases(num_ranks))
+    candidates = (with_frozen_models(cases(num_ranks)), ragged_cases(num_ranks), expert_family_cases(num_ranks))
     shared = [[case for case in some if case.placement.context > 1] for some in candidates]
     compare({case for some in shared for case in cover_of(some)}, one_rank, tmp_path, timeout_s=1200)
 

@@ -20,6 +20,8 @@ from async_rl.checks.forecast import instance_memory, memory, training_memory
 from async_rl.checks.forecast.instance_memory import store_tokens
 from async_rl.checks.forecast.training_memory import (
     Shares,
+    delta_values_per_row,
+    feed_forward_values_per_row,
     layer_values_per_row,
     micro_batch_rows,
     rank_parameters,
@@ -33,9 +35,11 @@ from async_rl.shared.model_shape import ModelShape
 from async_rl.shared.weights import stream
 from inference_service.engine import cache_size, kv_store
 from inference_service.engine.kv_store import KVStore
+from tests.support.groups import random_group
 from tests.support.minimal_config import minimal_tree
 from tests.support.trainer import kept_worker
 from tests.support.trainer.kept_worker import kept_bytes
+from trainer.attention import delta_plan
 from trainer.batching.group_slice import num_rows
 from trainer.hf import weight_export
 from trainer.hf.weight_map import Layout, tied_head, weight_map
@@ -157,6 +161,23 @@ def test_activations_of_ranks_that_share_rows_are_those_that_autograd_keeps(
             assert (deep - shallow) / 2 == pytest.approx(4 * ceil(rows / 2) * per_row, rel=0.08), model
 
 
+def test_activations_of_gated_delta_nets_are_those_that_autograd_keeps(
+    tiny_model: Callable[..., Path], make_trainer: Callable[..., MegatronTrainer]
+) -> None:
+    """Of whole chunks: the places of shorter ones are kept, too."""
+    groups = [random_group(0, 128, (65, 129, 129, 65), rewards=(0, 1, 0, 1))]
+    found = {}
+    for num_layers in (1, 3):
+        size = {"num_hidden_layers": num_layers, "hidden_size": 64, "intermediate_size": 192}
+        model = tiny_model("qwen3_5_text", **size, full_attention_interval=9)
+        found[num_layers] = kept_bytes(make_trainer(model), groups)
+    shape = read_shape(model)
+    assert shape.delta is not None
+    per_row = 4 * 64 + delta_values_per_row(shape.delta, ONE_RANK)
+    per_row += feed_forward_values_per_row(shape, ONE_RANK, fused_swiglu=False)
+    assert (found[3] - found[1]) / 2 == pytest.approx(4 * num_rows(groups[0]) * per_row, rel=0.08)
+
+
 def test_recomputation_keeps_less_and_sharing_divides() -> None:
     sizes = ModelShape("qwen3", 4, 64, 192, 4, 2, 16, 96, 1e-6, 1e4, None, tied=True)
     whole, selective, full = (
@@ -245,6 +266,7 @@ def test_the_store_has_the_forecast_room_when_all_responses_are_whole(prompt: in
 def test_constants_that_the_forecast_repeats_are_those_of_trainer_and_engine() -> None:
     assert training_memory.CHUNK_BYTES == logprobs.CHUNK_BYTES
     assert training_memory.PARCEL_BYTES == weight_export.PARCEL_BYTES
+    assert training_memory.DELTA_CHUNK_ROWS == delta_plan.CHUNK_ROWS
     assert memory.MESSAGE_BYTES == stream.DEVICE_BUCKET_BYTES
     assert instance_memory.PREFILL_TOKENS == cache_size.PREFILL_TOKENS
     assert (instance_memory.MIN_CAPACITY, instance_memory.GROWTH) == (kv_store.MIN_CAPACITY, kv_store.GROWTH)

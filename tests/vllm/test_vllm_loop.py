@@ -80,6 +80,7 @@ def test_vllm_maps_the_weights_of_a_trainer_on_its_own_devices(run: Run, vllm_py
     require_proofs(run)
 
 
+DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 FAMILIES = {
     "qwen3_moe": {"moe_intermediate_size": 64},
     "qwen2": {"hidden_size": 128},
@@ -87,6 +88,8 @@ FAMILIES = {
     "mistral": {},
     "smollm3": {"hidden_size": 128},
     "seed_oss": {},
+    "qwen3_next": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "hidden_size": 64, **DELTA},
+    "qwen3_5_text": {"hidden_size": 128, **DELTA},
 }
 """Beside qwen3, which the other tests have: of sizes that vLLM's kernels on CPU take."""
 

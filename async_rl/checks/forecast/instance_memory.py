@@ -156,6 +156,7 @@ def _vllm(config: Config, model: ModelShape) -> ProcessMemory:
         # Latents are whole on each of its devices.
         values = model.kv_values_per_token / heads if model.latents is None else model.latent_values_per_token
         cache = ceil(longest * values) * WEIGHT_BYTES[config.model.dtype]
+        cache += ceil(model.values_per_sequence / ways) * WIDE_BYTES
         resident.insert(0, MemoryPart(BASE, BASE_BYTES[config.trainer.device], "context, assumed"))
         resident.append(
             MemoryPart(

@@ -26,7 +26,7 @@ from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.shared.model_shape import ModelShape, stage_layers
+from async_rl.shared.model_shape import DeltaNet, ModelShape, stage_layers
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 WIDE_BYTES = 4
@@ -42,6 +42,9 @@ ATTENTION_BLOCK = 128
 
 CHUNK_BYTES = 256 * MIB
 """As in `trainer/model/logprobs.py`, which cannot be imported from here; a test compares them."""
+
+DELTA_CHUNK_ROWS = 64
+"""As in `trainer/attention/delta_plan.py`."""
 
 PARCEL_BYTES = 64 * MIB
 """As in `trainer/hf/weight_export.py`: what a model-parallel rank assembles of a publish at once."""
@@ -174,14 +177,17 @@ def adapter_parameters(adapter: AdapterSection, model: ModelShape, shares: Share
 def layer_values_per_row(model: ModelShape, shares: Shares, recompute: str, *, fused_swiglu: bool) -> int:
     """Values that autograd keeps of one row in one layer, on one rank.
 
-    The residual stream before both halves of the layer and its norms; what attention keeps; and of the feed-forward
-    part the product of its first layer, both halves once more (one activated, the other with Megatron's offset), and
-    their product. A fused activation keeps no copies.
+    The residual stream before both halves of the layer and its norms; what attention, or a gated delta net, keeps; and
+    of the feed-forward part the product of its first layer, both halves once more (one activated, the other with
+    Megatron's offset), and their product. A fused activation keeps no copies.
     """
     stream = ceil(model.hidden_size / shares.tensor)
     if recompute == "full":
         return stream
-    kept = 4 * stream + attention_values_per_row(model, shares)
+    mixing = attention_values_per_row(model, shares)
+    if model.delta is not None:
+        mixing = max(mixing, delta_values_per_row(model.delta, shares))
+    kept = 4 * stream + mixing
     if recompute == "selective":
         return kept
     return kept + feed_forward_values_per_row(model, shares, fused_swiglu=fused_swiglu)
@@ -221,6 +227,23 @@ def _latent_values_per_row(model: ModelShape, shares: Shares) -> int:
         made += sizes.value_dim + sizes.nope_dim
     rows = 2 * latents + sizes.rope_dim
     return latents + ceil(rows / shares.tensor) + ceil(model.num_heads * made / shares.tensor)
+
+
+def delta_values_per_row(delta: DeltaNet, shares: Shares) -> int:
+    """Of `layer_values_per_row` those of a gated delta net: what its projection makes; of this what is mixed with the
+    rows before, four times on its way there and once in chunks; the output, normed, and times its activated gate; rates
+    and decays on their way."""
+    mixed = delta.num_key_heads * delta.mixed_size
+    values = delta.num_value_heads * delta.value_dim
+    projected = delta.num_key_heads * sum(delta.projected)
+    return ceil((projected + 5 * mixed + 4 * values + 8 * delta.num_value_heads) / shares.tensor)
+
+
+def delta_workspace_per_row(delta: DeltaNet, shares: Shares) -> int:
+    """Values, float32, that the backward pass of one layer computes again of a row, and their gradients: each value
+    head's queries, keys and values several times, and the row's products with those of its chunk."""
+    of_head = 4 * (delta.key_dim + delta.value_dim) + 5 * DELTA_CHUNK_ROWS
+    return 2 * ceil(delta.num_value_heads * of_head / shares.tensor)
 
 
 def feed_forward_values_per_row(model: ModelShape, shares: Shares, *, fused_swiglu: bool) -> int:
@@ -276,7 +299,8 @@ def activation_bytes(model: ModelShape, shares: Shares, config: Config, *, fused
     }[recompute]
     # The gradients of a feed-forward part: of both halves, of their product, and of its input.
     gradients = feed_forward_values_per_row(model, shares, fused_swiglu=True) + 2 * model.hidden_size
-    return rows * width * (ceil(kept * shares.micro_batches_kept) + again + gradients)
+    workspace = WIDE_BYTES * delta_workspace_per_row(model.delta, shares) if model.delta else 0
+    return rows * (width * (ceil(kept * shares.micro_batches_kept) + again + gradients) + workspace)
 
 
 def logits_bytes(model: ModelShape, shares: Shares, config: Config) -> int:

@@ -55,6 +55,11 @@ def _faults_of_model(adapter: AdapterSection, shape: ModelShape, name: str, tens
             f"adapter.rank is {adapter.rank}, but model.path {name!r} has latent attention, whose layers have no "
             "adapters: leave adapter.rank out to train all weights"
         )
+    if shape.delta is not None:
+        yield (
+            f"adapter.rank is {adapter.rank}, but model.path {name!r} has linear attention, whose layers have no "
+            "adapters: leave adapter.rank out to train all weights"
+        )
     others = [target for target in adapter.targets if target not in ATTENTION]
     if shape.experts is not None and others:
         yield (

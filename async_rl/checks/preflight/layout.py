@@ -30,6 +30,11 @@ def require_layout(trainer: TrainerSection, model: ModelShape, num_ranks: int) -
             raise ConfigError(
                 f"trainer.{key} = {ways} does not divide the model's {size} {what}: choose a divisor of {size}"
             )
+    if model.delta is not None and trainer.context_parallel > 1:
+        raise ConfigError(
+            f"trainer.context_parallel is {trainer.context_parallel}, but the model has linear attention, whose state "
+            "goes from row to row: leave it at 1, and give it more trainer.tensor_parallel"
+        )
     num_parts = trainer.pipeline_parallel * trainer.virtual_pipeline_parallel
     if trainer.virtual_pipeline_parallel > 1 and num_parts > model.num_layers:
         most = model.num_layers // trainer.pipeline_parallel

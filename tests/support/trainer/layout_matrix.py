@@ -115,6 +115,7 @@ LARGER = {
 
 
 OTHER_FAMILIES = ("granite", "ministral3", "qwen3_5_text")
+DELTA_NETS = ("qwen3_next", "qwen3_5")
 WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen3_next")
 """Those with operations that the families of `cases` do not have, and of which a layout might make something else."""
 
@@ -206,7 +207,7 @@ def _sizes(case: Case) -> dict[str, int]:
     sizes["num_hidden_layers"] = max(2, place.pipeline * place.chunks) + case.ragged
     if case.ragged:
         sizes["num_key_value_heads"] = max(1, place.tensor * place.context // 2)
-    if case.family.startswith(("qwen3_next", "qwen3_5")):
+    if case.family.startswith(DELTA_NETS):
         sizes |= {"linear_num_key_heads": place.tensor, "linear_num_value_heads": 2 * place.tensor}
     if case.experts and not case.family:
         sizes["num_experts"] = max(6 if thirds else 4, place.expert)
@@ -247,18 +248,25 @@ def ragged_cases(num_ranks: int) -> list[Case]:
     """Those of dense models in which ranks share key / value heads, or stages have different numbers of layers; also of
     families whose layers have more."""
     placed = [case for case in cases(num_ranks) if not case.experts and case.placement.num_replicas < num_ranks]
-    return [replace(case, ragged=True, family=family) for case in placed for family in ("", *OTHER_FAMILIES)]
+    some = [replace(case, ragged=True, family=family) for case in placed for family in ("", *OTHER_FAMILIES)]
+    return [case for case in some if _may_share_rows(case)]
 
 
 def expert_family_cases(num_ranks: int) -> list[Case]:
     """Those of families with experts and layers of their own: DeepSeek-V3's, and Qwen3-Next's."""
-    some = [case for case in cases(num_ranks) if case.experts]
-    return [
+    placed = [case for case in cases(num_ranks) if case.experts]
+    some = [
         replace(case, ragged=ragged, family=family)
-        for case in some
+        for case in placed
         for family in WITH_EXPERTS
         for ragged in (False, True)
     ]
+    return [case for case in some if _may_share_rows(case)]
+
+
+def _may_share_rows(case: Case) -> bool:
+    """A gated delta net takes its rows one after the other."""
+    return case.placement.context == 1 or not case.family.startswith(DELTA_NETS)
 
 
 def with_frozen_models(some: Iterable[Case]) -> list[Case]:

@@ -32,6 +32,7 @@ def files_of(family: str) -> ModelFiles:
         ({"trainer": {"tensor_parallel": 2}}, "qwen3", "needs trainer.tensor_parallel = 1, not 2"),
         ({"trainer": {"context_parallel": 2}}, "qwen3", "needs trainer.context_parallel = 1, not 2"),
         ({"trainer": {"pipeline_parallel": 2}}, "qwen3", "needs trainer.pipeline_parallel = 1, not 2"),
+        ({}, "qwen3_5_text", "is for models without linear attention, .* 'a-model' is of 'qwen3_5_text'"),
         ({}, "qwen3_moe", "is for models without experts, .* 'a-model' is of 'qwen3_moe'"),
     ],
 )

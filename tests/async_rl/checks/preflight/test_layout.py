@@ -8,7 +8,7 @@ import pytest
 from async_rl.checks.preflight.layout import require_layout
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
-from async_rl.shared.model_shape import Experts, ModelShape
+from async_rl.shared.model_shape import DeltaNet, Experts, ModelShape
 
 DENSE = ModelShape("qwen3", 2, 32, 64, 4, 2, 8, 96, 1e-6, 1e4, None, tied=False)
 EXPERTS = replace(DENSE, num_heads=8, num_kv_heads=8, experts=Experts(4, 2, 64, renormalized=True))
@@ -95,6 +95,18 @@ def test_experts_have_feed_forward_parts_of_their_own_that_nothing_divides() -> 
             2,
             {"tensor_parallel": 2},
             "tensor_parallel = 2 does not divide the model's 63 feed-forward size",
+        ),
+        (
+            replace(DENSE, delta=DeltaNet(3, 6, 8, 8, 4, frozenset({0}))),
+            2,
+            {"tensor_parallel": 2},
+            "tensor_parallel = 2 does not divide the model's 3 key heads of linear attention (linear_num_key_heads)",
+        ),
+        (
+            replace(DENSE, experts=Experts(4, 2, 64, True, shared_size=21, gates_shared=True)),
+            2,
+            {"tensor_parallel": 2},
+            "tensor_parallel = 2 does not divide the model's 21 shared experts' feed-forward size",
         ),
         (DENSE, 2, {"expert_parallel": 2}, "expert_parallel is 2, but the model has no experts: leave it at 1"),
         (DENSE, 3, {"tensor_parallel": 2}, "3 training ranks (trainer.num_processes) cannot form replicas"),

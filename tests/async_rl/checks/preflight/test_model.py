@@ -18,6 +18,7 @@ from async_rl.checks.preflight.model import (
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.shared.model_families import TABLE
 from async_rl.shared.model_shape import FAMILIES
 from tests.support.minimal_config import minimal_tree
 from tests.support.published_models import CONFIGS, WEIGHTS
@@ -96,7 +97,7 @@ def test_the_trainers_families_are_trainable_and_others_named(tmp_path: Path, fa
         config |= LATENTS
     files = ModelFiles.find(str(checkpoint(tmp_path, config, {"chat_template": "x"})))
     if family in FAMILIES:
-        require_trainable(config_of(), files)
+        require_trainable(config_of(inference={"engine": "vllm" if TABLE[family].delta else "transformers"}), files)
         return
     with pytest.raises(ConfigError, match="which the trainer does not support: expected one of qwen3, "):
         require_trainable(config_of(), files)
@@ -259,3 +260,13 @@ def test_fp8_is_refused_where_instances_cannot_take_the_trainers_weights(
         return
     with pytest.raises(ConfigError, match=f"is in fp8 .* which inference.engine = '{engine}' does not serve"):
         require_trainable(run, files)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_linear_attention_is_refused_where_the_embedded_engine_would_serve_it(tmp_path: Path, family: str) -> None:
+    config = {**QWEN3, **EXPERTS, "model_type": family}
+    files = ModelFiles.find(str(checkpoint(tmp_path, config, {"chat_template": "x"})))
+    with pytest.raises(ConfigError, match=f"of '{family}', whose linear attention .* set inference.engine = 'vllm'"):
+        require_trainable(config_of(), files)
+    require_trainable(config_of(inference={"engine": "vllm"}), files)
+    require_trainable(config_of(pool={"instances": ["http://a:1"]}), files)
