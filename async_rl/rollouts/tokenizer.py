@@ -24,16 +24,24 @@ def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelT
     """Of the model called `name` in the config, whose files are those of `checkpoint`, a directory or a hub name.
 
     Raises:
-        ConfigError: it has no tokenizer, or no config, that loads.
+        ConfigError: it has no tokenizer that loads, or its config.json is none that transformers reads.
     """
     # Not with the module: programs name a missing extra themselves.
     with _without_torch():
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
         # With the defaults of its class, which engines take for what the file leaves out.
         config = AutoConfig.from_pretrained(checkpoint).to_dict()
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(
+            f"model.path {name!r} has a config.json that transformers does not read, and so no instance: {why}; "
+            "correct it, or download it again"
+        ) from error
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {name!r} has no tokenizer that loads: {error}") from error
     try:

@@ -20,7 +20,9 @@ class Family:
     """One `model_type`.
 
     Attributes:
-        head_dim: where config.json leaves it out; None divides the hidden size among the heads.
+        head_dim, kv_heads: head_dim and num_key_value_heads where config.json leaves them out; None divides the hidden
+            size among the heads, and takes as many as heads.
+        derived: keys of these two that it may have as null, with the same meaning.
         norm_eps, theta, tied: rms_norm_eps, rope_theta, and tie_word_embeddings, where it leaves them out.
         rope: its rotary embeddings where it leaves them out.
         features: what all of its models have.
@@ -38,6 +40,8 @@ class Family:
     """
 
     head_dim: int | None = None
+    kv_heads: int | None = None
+    derived: frozenset[str] = frozenset()
     norm_eps: float = 1e-6
     theta: float = 10_000.0
     tied: bool = False
@@ -54,6 +58,8 @@ class Family:
     rope_ignored: frozenset[str] = frozenset()
 
 
+HEAD_DIM, KV_HEADS = "head_dim", "num_key_value_heads"
+
 _ATTENTION: Final = {"attention_bias": frozenset({QKV_BIAS, OUT_BIAS})}
 _BOTH: Final = {**_ATTENTION, "mlp_bias": frozenset({MLP_BIAS})}
 _MINISTRAL: Final = {
@@ -69,15 +75,23 @@ _MINISTRAL: Final = {
 }
 
 TABLE: Final[Mapping[str, Family]] = {
-    "qwen3": Family(head_dim=128, features=frozenset({QK_NORM}), features_of=_ATTENTION),
-    "qwen3_moe": Family(features=frozenset({QK_NORM}), features_of=_ATTENTION, experts="qwen"),
-    "qwen2": Family(features=frozenset({QKV_BIAS})),
-    "llama": Family(features_of=_BOTH),
-    "mistral": Family(),
-    "ministral3": Family(head_dim=128, norm_eps=1e-5, rope=_MINISTRAL, scales_queries=True),
-    "smollm3": Family(theta=2e6, tied=True, features_of=_BOTH),
+    "qwen3": Family(
+        head_dim=128,
+        kv_heads=32,
+        derived=frozenset({KV_HEADS}),
+        features=frozenset({QK_NORM}),
+        features_of=_ATTENTION,
+    ),
+    "qwen3_moe": Family(kv_heads=4, features=frozenset({QK_NORM}), features_of=_ATTENTION, experts="qwen"),
+    "qwen2": Family(kv_heads=32, derived=frozenset({KV_HEADS}), features=frozenset({QKV_BIAS})),
+    "llama": Family(derived=frozenset({HEAD_DIM, KV_HEADS}), features_of=_BOTH),
+    "mistral": Family(kv_heads=8, derived=frozenset({HEAD_DIM})),
+    "ministral3": Family(head_dim=128, kv_heads=8, norm_eps=1e-5, rope=_MINISTRAL, scales_queries=True),
+    "smollm3": Family(kv_heads=4, derived=frozenset({KV_HEADS}), theta=2e6, tied=True, features_of=_BOTH),
     "seed_oss": Family(
         head_dim=128,
+        kv_heads=8,
+        derived=frozenset({HEAD_DIM, KV_HEADS}),
         features_of={
             "attention_bias": frozenset({QKV_BIAS}),
             "attention_out_bias": frozenset({OUT_BIAS}),
@@ -85,9 +99,10 @@ TABLE: Final[Mapping[str, Family]] = {
         },
         true=frozenset({"attention_bias"}),
     ),
-    "granite": Family(features_of=_BOTH, multiplies=True),
-    "deepseek_v3": Family(experts="deepseek", has_latents=True),
+    "granite": Family(derived=frozenset({KV_HEADS}), features_of=_BOTH, multiplies=True),
+    "deepseek_v3": Family(kv_heads=128, derived=frozenset({KV_HEADS}), experts="deepseek", has_latents=True),
     "glm4_moe": Family(
+        kv_heads=8,
         norm_eps=1e-5,
         features_of={"attention_bias": frozenset({QKV_BIAS}), "use_qk_norm": frozenset({QK_NORM})},
         experts="deepseek",

@@ -3,6 +3,7 @@
 Also the parts of that file that are read in more than one place; for `model_shape`.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,9 +23,9 @@ def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         yield f"hidden_act {config['hidden_act']!r}", "'silu'"
     for name in BIAS_KEYS:
-        if config.get(name) and name not in traits.features_of:
-            yield f"{name} true", "false"
-    if (quantized := config.get("quantization_config")) and fp8_block(config) is None:
+        if config.get(name, False) is not False and name not in traits.features_of:
+            yield f"{name} {json.dumps(config[name])}", "false"
+    if (quantized := config.get("quantization_config")) not in (None, {}) and fp8_block(config) is None:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         yield f"quantization_config of {method!r}", "weights that are not quantized, or fp8 with a weight_block_size"
     yield from _of_windows(config, traits)
@@ -45,11 +46,13 @@ def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
 
 
 def _of_windows(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
-    kinds = config.get("layer_types")
-    kinds = kinds if isinstance(kinds, list) else []
-    others = sorted(set(map(str, kinds)) - ({FULL, LINEAR} if traits.delta else {FULL}))
-    if others:
-        either = f"{LINEAR!r} or {FULL!r}" if traits.delta else repr(FULL)
+    kinds, num_layers = config.get("layer_types"), config.get("num_hidden_layers")
+    held = {FULL, LINEAR} if traits.delta else {FULL}
+    either = f"{LINEAR!r} or {FULL!r}" if traits.delta else repr(FULL)
+    others = sorted(set(map(str, kinds)) - held) if isinstance(kinds, list) else []
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
+        yield f"layer_types {kinds!r}", f"{either} for each of num_hidden_layers = {num_layers!r}, or none"
+    elif others:
         yield f"layer_types with {others[0]!r}", f"{either} in every layer"
     if traits.delta and config.get("attn_output_gate") is False:
         yield "attn_output_gate false", "true"
@@ -59,7 +62,6 @@ def _of_windows(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str
         yield f"sliding_window {window}", "null"
     # Layers below the last of `max_window_layers` attend to all; other families have the window in every layer.
     first = config.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
-    num_layers = config.get("num_hidden_layers")
     is_used = not (isinstance(first, int) and isinstance(num_layers, int)) or first < num_layers
     has_window = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
     if not kinds and has_window and is_used:
@@ -68,13 +70,16 @@ def _of_windows(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str
 
 def _of_rope(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
     name, rope = rope_of(config, traits)
-    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+    if not isinstance(rope, Mapping):
+        yield f"{name} {rope!r}", "an object"
+        return
+    if any(isinstance(value, Mapping) for value in rope.values()):
         yield f"{name} by layer type", "the same in every layer"
         return
     kind = rope_type(rope)
-    share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
-    if share not in (None, 1) and (traits.rotary_share is None or not _is_share(share)):
-        yield f"partial_rotary_factor {share}", "1.0"
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if not _is_share(share) or (traits.rotary_share is None and share != 1):
+        yield f"partial_rotary_factor {share!r}", "1.0"
     if not isinstance(kind, str) or kind not in ROPE_KINDS:
         yield f"rope_type {kind!r}", " or ".join(map(repr, ROPE_KINDS))
         return
@@ -91,8 +96,9 @@ def _of_rope(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
 
 def rope_of(config: Mapping[str, Any], traits: Family) -> tuple[str, Any]:
     """Rotary embeddings as the config has them, and the name that it gives them."""
-    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    return name, config.get(name) or traits.rope
+    name = "rope_parameters" if config.get("rope_scaling") in (None, {}) else "rope_scaling"
+    rope = config.get(name)
+    return name, traits.rope if rope in (None, {}) else rope
 
 
 def _is_share(share: object) -> bool:
@@ -111,11 +117,11 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def rope_type(rope: Mapping[str, Any]) -> object:
-    return rope.get("rope_type") or rope.get("type") or "default"
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _of_experts(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if config.get("decoder_sparse_step", 1) != 1:
         yield f"decoder_sparse_step {config['decoder_sparse_step']}", "1, experts in every layer"
-    if config.get("mlp_only_layers"):
+    if config.get("mlp_only_layers") not in (None, []):
         yield f"mlp_only_layers {config['mlp_only_layers']}", "[], experts in every layer"

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from async_rl.errors import ConfigError
 from async_rl.shared.model_families import (
+    HEAD_DIM,
+    KV_HEADS,
     MLP_BIAS,
     MULTIPLIERS,
     ORIGINAL,
@@ -34,6 +36,8 @@ NOPE_INTERVAL = 4
 
 FULL_INTERVAL = 4
 """Of models with gated delta nets, where config.json leaves it out: every fourth layer has attention."""
+QUERY_RANK = 1536
+"""Of deepseek_v3's queries, where config.json leaves q_lora_rank out; null is none."""
 
 LARGEST_SIZE, LARGEST_NUMBER = 2**31, 1e30
 """Of any one dimension, and of other numbers: larger ones are damaged files."""
@@ -82,6 +86,11 @@ class Latents:
     rope_dim: int
     value_dim: int
     interleaved: bool
+
+    @property
+    def head_dim(self) -> int:
+        """Of a query or key."""
+        return self.nope_dim + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +192,19 @@ class ModelShape:
         traits = TABLE[family]
 
         def size(*keys: str, default: int | None = None) -> int:
-            value = next((config[key] for key in keys if config.get(key) is not None), default)
+            value = next((config[key] for key in keys if key in config), default)
             if type(value) is not int or not 0 < value < LARGEST_SIZE:
                 raise damaged(named, keys[0], value, "a number from 1")
             return value
 
         hidden, heads = size("hidden_size"), size("num_attention_heads")
-        kv_heads = size("num_key_value_heads", default=heads)
+
+        def heads_size(key: str, default: int | None, derived: int) -> int:
+            if key in config and config[key] is None and key in traits.derived:
+                return derived
+            return size(key, default=default or derived)
+
+        kv_heads = heads_size(KV_HEADS, traits.kv_heads, heads)
         if heads % kv_heads:
             raise ConfigError(
                 f"{named} has num_attention_heads = {heads} and num_key_value_heads = {kv_heads} in its config.json, "
@@ -201,6 +216,15 @@ class ModelShape:
             num_predictors = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 1))
         _, rope = rope_of(config, traits)
         theta = rope.get("rope_theta", config.get("rope_theta", traits.theta))
+        head_dim = heads_size(HEAD_DIM, traits.head_dim, hidden // heads) if latents is None else latents.head_dim
+        rotary_share = _rotary_share(config, rope, traits)
+        rotated = latents.rope_dim if latents else int(head_dim * rotary_share)
+        if rotated < 2 or rotated % 2:
+            keys = "qk_rope_head_dim" if latents else "head_dim and partial_rotary_factor"
+            raise ConfigError(
+                f"{named} rotates {rotated} dimensions of a head ({keys} of its config.json): expected an even number "
+                "from 2; download it again"
+            )
         return cls(
             family=family,
             num_layers=size("num_hidden_layers"),
@@ -208,9 +232,7 @@ class ModelShape:
             ffn_size=size("intermediate_size"),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=latents.nope_dim + latents.rope_dim
-            if latents
-            else size("head_dim", default=traits.head_dim or hidden // heads),
+            head_dim=head_dim,
             vocab_size=size("vocab_size"),
             norm_eps=_positive(named, "rms_norm_eps", config.get("rms_norm_eps", traits.norm_eps)),
             rope_theta=_positive(named, "rope_theta", theta),
@@ -219,7 +241,7 @@ class ModelShape:
             experts=_experts(config, traits, size, named),
             latents=latents,
             delta=_delta(config, size, named) if traits.delta else None,
-            rotary_share=_rotary_share(config, rope, traits),
+            rotary_share=rotary_share,
             num_predictors=num_predictors if type(num_predictors) is int else 0,
             unrotated_layers=_unrotated_layers(config, size("num_hidden_layers"), named),
             added_features=_added_features(config, traits, named),
@@ -426,10 +448,10 @@ def _positive(named: str, key: str, value: Any) -> float:
 
 
 def _flag(named: str, key: str, config: Mapping[str, Any], *, default: bool = False) -> bool:
-    value = config.get(key)
-    if value is not None and type(value) is not bool:
+    value = config.get(key, default)
+    if type(value) is not bool:
         raise damaged(named, key, value, "true or false")
-    return default if value is None else value
+    return value
 
 
 def _scaled_rope(config: Mapping[str, Any], rope: Mapping[str, Any], named: str) -> Rope | None:
@@ -440,7 +462,8 @@ def _scaled_rope(config: Mapping[str, Any], rope: Mapping[str, Any], named: str)
     given = {key: rope[key] for key in (*needed, *possible) if rope.get(key) is not None}
     if ORIGINAL in possible:
         # A config may have it beside these, and that one counts.
-        given[ORIGINAL] = config.get(ORIGINAL) or given.get(ORIGINAL) or config.get("max_position_embeddings")
+        originals = (config.get(ORIGINAL), given.get(ORIGINAL), config.get("max_position_embeddings"))
+        given[ORIGINAL] = next((each for each in originals if each is not None), None)
     for key in (key for key in (*needed, *possible) if key in needed or key in given):
         if key == "truncate":
             _flag(named, key, given)
@@ -472,11 +495,15 @@ def _family_of(config: Mapping[str, Any], named: str) -> str:
 
 
 def _latents(config: Mapping[str, Any], size: Callable[..., int], named: str) -> Latents:
+    rope_dim = size("qk_rope_head_dim")
+    if config.get(HEAD_DIM, rope_dim) != rope_dim:
+        # transformers makes the angles for so many.
+        raise damaged(named, HEAD_DIM, config[HEAD_DIM], f"qk_rope_head_dim = {rope_dim}, or no {HEAD_DIM}")
     return Latents(
-        q_rank=size("q_lora_rank") if config.get("q_lora_rank") is not None else None,
+        q_rank=None if config.get("q_lora_rank", 0) is None else size("q_lora_rank", default=QUERY_RANK),
         kv_rank=size("kv_lora_rank"),
         nope_dim=size("qk_nope_head_dim"),
-        rope_dim=size("qk_rope_head_dim"),
+        rope_dim=rope_dim,
         value_dim=size("v_head_dim"),
         interleaved=_flag(named, "rope_interleave", config, default=True),
     )

@@ -96,14 +96,16 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
     if not elsewhere:
         _tried(errors, lambda: require_packages("async-rl run", config))
     # The other checks may need these packages.
-    for fault in [] if errors else find_faults(config, trains=True, serves=True, is_whole=False):
+    for fault in [] if errors else find_faults(config, trains=True, serves=True, is_whole=not missing):
         if elsewhere and fault.is_of_place:
             warnings.append(f"on this machine: {fault.error}")
         else:
             errors.append(fault.error)
     plan = _tried(errors, lambda: None if elsewhere else make_plan(config_path, config, overrides))
     cluster_plan = None
-    if elsewhere and not (config.pool.instances or config.pool.dns or config.run.placement != "separate"):
+    # Both pools on one device are for `async-rl run` on another machine, unless the config asks for several.
+    is_launched = config.cluster.training_nodes > 1 or config.run.placement == "separate"
+    if elsewhere and is_launched and not (config.pool.instances or config.pool.dns):
         cluster_plan = _tried(errors, lambda: plan_cluster(config_path, config, overrides))
     forecast = _forecast(config, errors)
     capacity = None

@@ -1,6 +1,7 @@
 """A config.json is read as transformers reads it, and what cannot be trained is refused by name."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ from transformers import (
 from async_rl.errors import ConfigError
 from async_rl.shared.model_families import ORIGINAL, QKV_BIAS, QUERY_BETA
 from async_rl.shared.model_shape import FAMILIES, Experts, ModelShape, Multipliers, Rope, stage_layers
-from tests.support.tiny_model import DEEPSEEKS_EXPERTS, LATENTS
+from tests.support.tiny_model import DEEPSEEKS_EXPERTS, LATENTS, MODEL_SIZE
+from tests.support.tiny_model import FAMILIES as TINY
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen2": Qwen2Config,
@@ -54,6 +56,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+UNREAD = {
+    *("model_type", "transformers_version", "use_sliding_window", "max_window_layers", "no_rope_layer_interval"),
+    *("attention_dropout", "residual_dropout", "initializer_range", "use_cache", "router_aux_loss_coef"),
+    *("pretraining_tp", "output_router_logits", "output_hidden_states", "is_encoder_decoder", "architectures"),
+    *("max_position_embeddings", "return_dict", "chunk_size_feed_forward", "output_attentions", "id2label", "label2id"),
+}
+"""Keys that say nothing about the model where they are null; `async-rl check` passes transformers' refusal on."""
 
 SIZES = {
     "vocab_size": 96,
@@ -185,6 +195,65 @@ def test_a_damaged_config_is_an_error_that_names_the_value(changes: dict[str, An
     with pytest.raises(ConfigError) as error:
         ModelShape.of_config({**config_of("qwen3"), **changes}, "model.path 'x'")
     assert message in str(error.value) and "model.path 'x'" in str(error.value)
+
+
+def tiny_config(family: str) -> dict[str, Any]:
+    config_class, own = TINY[family]
+    heads = {"num_key_value_heads": MODEL_SIZE["num_attention_heads"]} if "kv_lora_rank" in own else {}
+    return config_class(**{**own, **MODEL_SIZE, **heads}).to_dict()
+
+
+@pytest.mark.parametrize("value", ["absent", None])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_key_that_is_left_out_or_null_means_what_it_means_to_transformers(
+    family: str, value: object, tmp_path: Path
+) -> None:
+    """Or it is refused: what transformers refuses no instance can serve."""
+    whole = tiny_config(family)
+    for key in sorted(whole.keys() - UNREAD):
+        left = {} if value == "absent" else {key: None}
+        config = {name: each for name, each in whole.items() if name != key} | left
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        try:
+            ours = ModelShape.of_config(config, "here")
+        except ConfigError:
+            continue
+        theirs = AutoConfig.from_pretrained(tmp_path).to_dict()
+        assert ours == ModelShape.of_config(theirs, "here"), key
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3", {"head_dim": 3}, "rotates 3 dimensions of a head"),
+        ("glm4_moe", {"head_dim": 6}, "rotates 3 dimensions of a head"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7, "head_dim": 7}, "rotates 7 dimensions of a head"),
+        ("deepseek_v3", {"head_dim": 16}, "head_dim = 16 in its config.json: expected qk_rope_head_dim = 8"),
+        ("deepseek_v3", {"rope_interleave": None}, "rope_interleave = None"),
+        ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob = None"),
+        ("deepseek_v3", {"topk_group": None}, "topk_group = None"),
+        ("qwen3_moe", {"head_dim": None}, "head_dim = None"),
+        ("qwen3_moe", {"mlp_only_layers": 0}, "mlp_only_layers 0"),
+        ("qwen3", {"layer_types": "full_attention"}, "layer_types 'full_attention'"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "for each of num_hidden_layers = 2"),
+        ("llama", {"quantization_config": []}, "quantization_config of []"),
+        *(("llama", {"rope_parameters": bad}, f"rope_parameters {bad!r}") for bad in ("", 0, False, [])),
+        *(
+            ("llama", {"rope_parameters": {**LLAMA3, key: bad}}, f"{key} {bad!r}")
+            for key in ("rope_type", "partial_rotary_factor")
+            for bad in (None, "", 0, False, [])
+        ),
+        ("llama", {"rope_parameters": {**LLAMA3, ORIGINAL: 0}}, f"{ORIGINAL} = 0"),
+    ],
+)
+def test_a_value_that_transformers_cannot_compute_with_is_refused(
+    family: str, changes: dict[str, Any], message: str
+) -> None:
+    whole = tiny_config(family)
+    ModelShape.of_config(whole, "here")
+    with pytest.raises(ConfigError) as error:
+        ModelShape.of_config({**whole, **changes}, "here")
+    assert message in str(error.value)
 
 
 @settings(max_examples=20)

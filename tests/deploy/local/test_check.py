@@ -246,6 +246,40 @@ def test_a_damaged_model_config_is_an_error_and_no_forecast(workplace: Path) -> 
     assert check.forecast is None and "hidden_size = None" in str(check.errors[0])
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        # No number of another type is one to transformers.
+        (
+            "rms_norm_eps",
+            1,
+            "transformers does not read, and so no instance: Validation error for field 'rms_norm_eps'",
+        ),
+        ("vocab_size", 3, "vocab_size = 3 and hidden_size = 32 in its config.json and an embedding of [96, 32]"),
+    ],
+)
+def test_a_model_that_instances_or_trainer_do_not_load_is_an_error(
+    workplace: Path, key: str, value: object, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = workplace / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    assert main(["run.toml"]) == 2
+    said = capfd.readouterr().err
+    assert message in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("placement", ["shared", "turns"])
+def test_both_pools_on_one_device_are_for_one_host(
+    workplace: Path, placement: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--run.placement={placement}", "--publish.transport=snapshot", "--publish.snapshot_dir=weights"]
+    assert main(["run.toml", *words, "--elsewhere"]) == 0
+    capsys.readouterr()
+    assert main(["run.toml", *words, "--cluster.training_nodes=2"]) == 2
+    assert f"run.placement is '{placement}', but a cluster's launcher" in capsys.readouterr().err
+
+
 def test_memory_that_others_use_is_a_warning_and_missing_memory_an_error(workplace: Path) -> None:
     config = load_config(Path("run.toml"))
     forecast = forecast_run(config, read_shape("model"))

@@ -94,7 +94,7 @@ def test_a_checkpoint_is_a_directory_with_a_config_or_the_name_of_one(tmp_path: 
 def test_the_trainers_families_are_trainable_and_others_named(tmp_path: Path, family: Any) -> None:
     config = {**QWEN3, **EXPERTS, **DEEPSEEKS_EXPERTS, "model_type": family, "sliding_window": None}
     if family == "deepseek_v3":
-        config |= LATENTS
+        config |= {**LATENTS, "head_dim": LATENTS["qk_rope_head_dim"]}
     files = ModelFiles.find(str(checkpoint(tmp_path, config, {"chat_template": "x"})))
     if family in FAMILIES:
         require_trainable(config_of(inference={"engine": "vllm" if TABLE[family].delta else "transformers"}), files)
@@ -252,7 +252,8 @@ def test_fp8_is_refused_where_instances_cannot_take_the_trainers_weights(
 ) -> None:
     config = {**QWEN3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     if family == "deepseek_v3":
-        config |= {**DEEPSEEKS_EXPERTS, **LATENTS, "model_type": family}
+        own = {"model_type": family, "head_dim": LATENTS["qk_rope_head_dim"]}
+        config |= {**DEEPSEEKS_EXPERTS, **LATENTS, **own}
     files = ModelFiles.find(str(checkpoint(tmp_path, config, {"chat_template": "x"})))
     run = config_of(inference={"engine": engine})
     if (family, engine) == ("qwen3", "transformers"):
