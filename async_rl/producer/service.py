@@ -170,6 +170,7 @@ class ProducerService:
             training_pool=_training_pool(training_pool),
             trackers=trackers,
             all_responses=config.tracking.all_responses,
+            takes_turns=self._takes_turns,
         )
         self._closing.callback(self._recorder.close)
         return server.port

@@ -81,12 +81,17 @@ def desired_instances(recent: Sequence[IterationTimes]) -> int:
     return max(1, math.ceil(median - TOLERANCE))
 
 
-def advise(recent: Sequence[IterationTimes]) -> str:
-    """The balance of the pools in the last iterations, at least one; one sentence."""
+def advise(recent: Sequence[IterationTimes], *, takes_turns: bool = False) -> str:
+    """The balance of the pools in the last iterations, at least one; one sentence.
+
+    No number of instances balances pools that take turns, where each waits while the other one works.
+    """
     training = statistics.median(times.idle_training for times in recent)
     inference = statistics.median(times.idle_inference for times in recent)
     now, desired = recent[-1].num_instances, desired_instances(recent)
     idle = f"training waited {training:.0%} of the time for rollouts, inference idled {inference:.0%}"
+    if takes_turns:
+        return f"{idle}: the pools take turns"
     if desired == now:
         return f"{idle}: {_instances(now)} balanced the pools"
     return f"{idle}: {_instances(desired)} would balance the pools, {now} took part"

@@ -185,6 +185,7 @@ class RunRecorder(Recorder):
         training_pool: what throughput per device depends on; without it such figures are null.
         trackers: get each record and its samples, too. Their owner closes them.
         all_responses: samples have the texts of all responses of their groups.
+        takes_turns: the pools never work at the same time: no number of instances balances them.
     """
 
     def __init__(
@@ -200,8 +201,10 @@ class RunRecorder(Recorder):
         training_pool: TrainingPool | None = None,
         trackers: Trackers | None = None,
         all_responses: bool = False,
+        takes_turns: bool = False,
     ) -> None:
         self._all_responses = all_responses
+        self._takes_turns = takes_turns
         self._trackers = trackers or Trackers()
         self._training_pool = training_pool
         self._require_lease = require_lease
@@ -244,7 +247,7 @@ class RunRecorder(Recorder):
     def close(self) -> None:
         """Logs how well the pools were balanced."""
         if self._recent:
-            log.info(advise(self._recent))
+            log.info(advise(self._recent, takes_turns=self._takes_turns))
 
     def _note_gradient(self, line: Mapping[str, Any]) -> None:
         """Warns when nothing has been learned for a while: the run goes on, as later prompts may be others."""
@@ -321,7 +324,7 @@ class RunRecorder(Recorder):
             "overlap_efficiency": overlap_efficiency(bound_s, line["seconds"] - line["evaluation_s"]),
             "idle_training": times.idle_training,
             "idle_inference": times.idle_inference,
-            "desired_instances": desired_instances(self._recent),
+            "desired_instances": None if self._takes_turns else desired_instances(self._recent),
         }
 
 

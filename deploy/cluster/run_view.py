@@ -207,7 +207,9 @@ def time_shares(records: Sequence[Record]) -> dict[str, float]:
 
 def balance(recent: Iterable[Record]) -> str:
     """The number of instances that would have balanced the pools, in a line."""
-    return advise([IterationTimes.of(record) for record in recent])
+    records = list(recent)
+    # Null where the pools take turns, and so left out.
+    return advise(list(map(IterationTimes.of, records)), takes_turns="desired_instances" not in records[-1])
 
 
 def printable(text: str) -> Text:

@@ -64,6 +64,12 @@ def test_evaluations_are_made_before_the_instances_sleep(disturbed: Run, separat
     assert {json.dumps(row) for row in of_both[0]} == {json.dumps(row) for row in of_both[1]}
 
 
+def test_no_other_number_of_instances_is_advised(disturbed: Run, separate: Run) -> None:
+    assert {record["desired_instances"] for record in disturbed.lines("metrics.jsonl")} == {None}
+    assert "inference idled" in (said := disturbed.output.read_text()) and "would balance" not in said
+    assert None not in {record["desired_instances"] for record in separate.lines("metrics.jsonl")}
+
+
 def test_nothing_is_trained_before_all_is_rolled_out(disturbed: Run) -> None:
     for record in disturbed.lines("metrics.jsonl"):
         groups = [row for row in disturbed.lines("timeline.jsonl") if row["iteration"] == record["iteration"]]

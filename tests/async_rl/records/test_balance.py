@@ -83,6 +83,10 @@ def test_advice_names_what_would_balance_the_pools() -> None:
     assert "inference idled 0%: 3 instances balanced the pools" in advise([times(10.0, 10.0, 3)])
 
 
+def test_pools_that_take_turns_are_not_to_be_balanced() -> None:
+    assert advise([times(20.0, 12.4)], takes_turns=True).endswith("%: the pools take turns")
+
+
 def test_times_are_read_from_a_record() -> None:
     record = {"seconds": 4.0, "wait_s": 1.0, "train_s": 2.0, "rollout_s": 3.0, "num_instances": 2, "num_groups": 8}
     assert IterationTimes.of(record | {"reward_mean": 0.5}) == IterationTimes(4.0, 1.0, 2.0, 3.0, 2, 8)

@@ -144,7 +144,7 @@ def test_both_views_end_with_advice_unless_the_run_failed(record: MakeRecord, te
     for error in (None, RuntimeError("lost")):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
         with contextlib.suppress(RuntimeError), make_run_view(console, tmp_path, None) as view:
-            view.show(record(0))
+            view.show(record(0, desired_instances=3))
             if error:
                 raise error
         shown = console.file.getvalue()  # type: ignore[attr-defined]
