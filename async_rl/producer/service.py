@@ -276,10 +276,10 @@ class ProducerService:
         config, prompt = self._config, self._prompts.longest.token_ids
         admission = probe = canary = None
         if config.publish.canary != "off":
+            noise, dtype = noise_limits(config.train, config.model.dtype).noise, config.model.dtype
             if not self._takes_turns:
                 # The trainer could not compute beside the instances; the batch's own log-probs show the same.
-                probe = Probe(config.publish, config.rollout, prompt)
-            noise, dtype = noise_limits(config.train, config.model.dtype).noise, config.model.dtype
+                probe = Probe(config.publish, config.rollout, prompt, noise)
             canary = Canary(
                 config.publish,
                 config.rollout,

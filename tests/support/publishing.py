@@ -13,6 +13,7 @@ import torch
 from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import LeaderFailed
+from async_rl.method.proof.gap_limits import noise_scale
 from async_rl.method.types import Publication
 from async_rl.producer.frames import error_as_data, error_from_data
 from async_rl.rollouts.pool.inference_pool import InferencePool
@@ -112,7 +113,8 @@ class Publishing:
         admission = Admission(config, takes_turns=takes_turns)
         admission.canary = canary
         pool.late_joiners.admit = admission.admit
-        probe = Probe(config, RolloutSection(max_response_tokens=4), PROMPT) if probes else None
+        rollout, noise = RolloutSection(max_response_tokens=4), noise_scale("bfloat16")
+        probe = Probe(config, rollout, PROMPT, noise) if probes else None
 
         def stream_of_call() -> Any:
             return publisher.make_stream()

@@ -10,7 +10,6 @@ Of one that is near to none the class is found by further publishes to it alone,
 constant tensor is right in whatever order or place it is loaded, so the engine agrees once the wrong ones are constant.
 """
 
-import asyncio
 import logging
 import math
 from bisect import bisect_left
@@ -20,13 +19,12 @@ from dataclasses import dataclass
 
 from async_rl.config.pool_section import PublishSection
 from async_rl.config.rollout_section import RolloutSection
-from async_rl.errors import InstanceError, InstanceUnreachable
-from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.errors import InstanceError
+from async_rl.method.token_arrays import TokenIds
 from async_rl.method.types import WeightVersion
 from async_rl.rollouts.instance.client import InstanceClient
-from async_rl.rollouts.instance.partial_rollout import PartialRollout
 from async_rl.rollouts.pool.member import Member
-from async_rl.shared.protocol.inference import SamplingParams
+from async_rl.rollouts.publish.trial_request import NUM_TOKENS, Samples, TrialRequest
 from async_rl.shared.protocol.sender import ALL_STRENGTHS, CONSTANT, Sender, SenderFacts
 
 log = logging.getLogger(__name__)
@@ -37,14 +35,8 @@ Kind = str
 In exact mode each process is of its own kind: what bits it computes also depends on --exact, its processor and torch.
 """
 
-Samples = Sequence[tuple[TokenIds, Logprobs]]
-"""(tokens, log-probs) of each response."""
-
 Sample = Callable[[Sequence[Member]], Mapping[Member, Samples]]
 """Publishes the trainer's weights as they are to these instances, and samples from them; without those that fail."""
-
-NUM_TOKENS = 64
-"""Sampled from each instance: enough that a few tokens with a different MoE routing are not decisive."""
 
 MAX_PROMPT_TOKENS = 128
 """Attention needs some context for its weights to matter; a long one only costs time."""
@@ -64,7 +56,6 @@ the expected ones. A tensor that is loaded in a wrong order moves them at least 
 
 EVERYTHING = "every tensor"
 UNCLEAR = "unclear"
-SEED = 0
 
 
 class Canary:
@@ -93,7 +84,8 @@ class Canary:
         """
         self._is_always = config.canary == "always"
         self._timeout_s = config.timeout_s
-        self._prompt = list(prompt_token_ids)[:MAX_PROMPT_TOKENS]
+        self._request = TrialRequest("canary", config, rollout, prompt_token_ids[:MAX_PROMPT_TOKENS], NUM_TOKENS)
+        self._prompt = self._request.prompt
         self._noise = noise
         self._rounding = noise if rounding is None else min(noise, rounding)
         self._dtype = dtype
@@ -102,11 +94,6 @@ class Canary:
         self.kinds: dict[Member, Kind] = {}
         """The kind that each instance reported."""
         self._strengths: dict[str, int] = {}
-        length = min(NUM_TOKENS, rollout.max_response_tokens)
-        self._num_responses = math.ceil(NUM_TOKENS / length)
-        self._sampling = SamplingParams(
-            max_tokens=length, temperature=rollout.temperature, seed=SEED, ignore_eos=True, logprobs=0
-        )
 
     async def due(self, member: Member) -> bool:
         """Whether `member` has to pass before it serves. Queries its kind, unless it has been in service since.
@@ -119,21 +106,8 @@ class Canary:
         return self._is_always or self.kinds[member] not in self._passed
 
     async def ask(self, client: InstanceClient, version: WeightVersion) -> Samples:
-        """Some responses of the instance, within `publish.timeout_s`.
-
-        Raises:
-            InstanceError: it did not return complete responses of `version`.
-        """
-        partials = [PartialRollout(SEED + i) for i in range(self._num_responses)]
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await client.generate(self._prompt, self._sampling, f"canary-{version}", version, partials)
-        except TimeoutError as error:
-            raise InstanceUnreachable(
-                f"instance {client.url} did not answer the canary {version!r} within {self._timeout_s:g} s "
-                "(publish.timeout_s)"
-            ) from error
-        return [(TokenIds(partial.token_ids), Logprobs(partial.logprobs)) for partial in partials]
+        """As `TrialRequest.ask`."""
+        return await self._request.ask(client, version)
 
     @contextmanager
     def changed(self, trainer: Sender) -> Iterator[None]:
@@ -190,7 +164,7 @@ class Canary:
 
     def _calibrate(self, trainer: Sender) -> None:
         """Finds strengths at which each class left out is visible in the log-probs of some tokens; leaves them set."""
-        tokens = TokenIds(self._prompt[i % len(self._prompt)] for i in range(self._sampling.max_tokens))
+        tokens = TokenIds(self._prompt[i % len(self._prompt)] for i in range(self._request.sampling.max_tokens))
         facts = trainer.facts()
         self._strengths = dict.fromkeys(facts.classes, 1)
         for _ in range(ALL_STRENGTHS):

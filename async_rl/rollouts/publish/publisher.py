@@ -31,10 +31,11 @@ from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.pool.membership import BootId
 from async_rl.rollouts.publish.admission import Admission, Offer
 from async_rl.rollouts.publish.broadcast import Broadcast
-from async_rl.rollouts.publish.canary import Canary, Samples
+from async_rl.rollouts.publish.canary import Canary
 from async_rl.rollouts.publish.instance_calls import InstanceCalls
 from async_rl.rollouts.publish.instance_update import announcement, put_in_service, receive
 from async_rl.rollouts.publish.probe import Probe
+from async_rl.rollouts.publish.trial_request import Samples
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.protocol.sender import Sender
 

@@ -59,9 +59,8 @@ class Scorer:
     def __call__(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
         assert list(prompt) == PROMPT
         self.asked += map(tuple, responses)
-        token_ids, logprobs = sample(0, len(prompt), 4)
-        assert all(list(response) == list(token_ids) for response in responses)
-        return [logprobs] * len(responses)
+        known = {tuple(tokens): logprobs for tokens, logprobs in (sample(s, len(prompt), 4) for s in range(16))}
+        return [known[tuple(response)] for response in responses]
 
 
 def register(loop: EventLoopThread, pool: InferencePool, instance: Any, name: str = "late", boot_id: str = "1") -> Any:
@@ -378,7 +377,7 @@ def test_the_probe_asks_only_engines_that_may_hold_something_else_than_they_rece
     before = [len(instance.seen()["requests"]) for instance in well]
     score = Scorer()
     assert publish(publisher, "run-0", score=score) == tuple(instance.url for instance in well)
-    assert score.asked == [tuple(sample(0, len(PROMPT), 4)[0])]
+    assert score.asked == [tuple(sample(number, len(PROMPT), 4)[0]) for number in range(16)]
     asked = [instance.seen()["requests"][start:] for instance, start in zip(well, before, strict=True)]
     assert [len(requests) for requests in asked] == [1, 0]
     sampling = asked[0][0]["sampling_params"]
@@ -396,11 +395,13 @@ def test_an_instance_whose_log_probs_are_not_the_trainers_leaves_service_until_t
     well[1].rescript(shift=shift)
     assert publish(publisher, "run-0", score=Scorer()) == (well[0].url,)
     reason = pool.members[1].reason or ""
-    both = [f"log-prob {logprob + shift:.4f}, the trainer {logprob:.4f}" for logprob in sample(0, len(PROMPT), 4)[1]]
+    all_logprobs = [logprob for number in range(16) for logprob in sample(number, len(PROMPT), 4)[1]]
+    num = len(all_logprobs)
+    both = [f"{logprob + shift:.4f} for {logprob:.4f}" for logprob in all_logprobs]
     if math.isnan(shift):
         assert "log-probs that no token has" in reason
     else:
-        assert any(words in reason for words in both) and "more than 0.5 apart" in reason
+        assert any(words in reason for words in both) and f"gives {num} of {num} tokens of the probe" in reason
     # It says that it holds the version, and must not come back for that.
     seen_s = pool.members[1].last_seen_s
     wait_until(lambda: pool.members[1].last_seen_s > seen_s + 2.5)
