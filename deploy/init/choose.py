@@ -233,7 +233,11 @@ ONE_DEVICE = {
 def _on_one_device(engine: str, run_name: str, placement: str, reason: str) -> Iterator[Choice]:
     """Both pools on the same device, and the weights between them in memory."""
     yield Choice("run.placement", placement, reason)
-    yield Choice("publish.transport", "snapshot", "two ends of a broadcast cannot be on one device")
+    yield Choice(
+        "publish.transport",
+        "snapshot",
+        "a broadcast cannot end on the device where it begins; 'ipc' could, and has not run on hardware",
+    )
     yield Choice("publish.snapshot_dir", f"/dev/shm/async-rl-{run_name}")
     if engine == "vllm":
         options = ["--gpu-memory-utilization", str(VLLM_SHARE_OF_ONE[placement])]

@@ -32,7 +32,7 @@ from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.method.types import Group
 from async_rl.shared.model_shape import ModelShape
-from async_rl.shared.weights import stream
+from async_rl.shared.weights import ipc, stream
 from inference_service.engine import cache_size, kv_store
 from inference_service.engine.kv_store import KVStore
 from tests.support.groups import random_group
@@ -236,13 +236,35 @@ def test_a_rank_on_a_device_counts_groups_messages_workspace_and_fragmentation()
     assert of_two["communicators"] == 3 * alone["communicators"] == 3 * memory.COMMUNICATOR_BYTES["cuda"]
     # The embedding is a message of its own, and another one is packed meanwhile.
     head = 151_936 * 2048 * 2
-    assert alone["publish"] == on_cpu["publish"] + head + memory.MESSAGE_BYTES + memory.FINGERPRINT_BYTES
+    assert alone["publish"] == on_cpu["publish"] + head + memory.MESSAGE_BYTES["broadcast"] + memory.FINGERPRINT_BYTES
     in_all = {name: size for name, size in alone.items() if name not in ("fragmentation", "optimizer step", "publish")}
     assert alone["fragmentation"] == pytest.approx(0.05 * sum(in_all.values()), abs=1)
     prompts = {"prompts": {"max_prompt_tokens": 96}, "rollout": {"responses_per_prompt": 8, "max_response_tokens": 117}}
     two_groups = config_with(model={"dtype": "bfloat16"}, trainer={"micro_batch_tokens": 2048}, **prompts)
     sums, of_keys_and_values = (2048 + 128 * 2 * 9) * 2048 * 4, 2 * 2048 * 2048 * 2
     assert training_memory.attention_workspace_bytes(sizes, ONE_RANK, two_groups) == sums + of_keys_and_values
+
+
+def test_weights_that_pass_from_device_to_device_on_one_host_count_their_two_buffers_once_and_no_group() -> None:
+    sizes = ModelShape("qwen3", 4, 2048, 6144, 16, 8, 128, 151_936, 1e-6, 1e6, None, tied=True)
+    head, message = 151_936 * 2048 * 2, 64 * 2**20
+
+    def parts(transport: str, of_instance: bool) -> dict[str, int]:
+        publish = {"transport": transport, "snapshot_dir": Path("/dev/shm/x")}
+        sections = {"run": {"placement": "shared"}, "trainer": {"device": "cuda"}, "publish": publish}
+        config = config_with(model={"dtype": "bfloat16"}, **sections)
+        forecast = instance_memory.instance_memory(config, sizes)
+        if not of_instance:
+            forecast = training_memory.rank_memory(config, sizes, 1, None, None)
+        return {part.name: part.num_bytes for part in (*forecast.resident, *forecast.phases)}
+
+    rank, before = parts("ipc", of_instance=False), parts("snapshot", of_instance=False)
+    assert rank["weight buffers"] == 2 * message and "weight buffers" not in before
+    # The embedding is a message of its own, and another one is packed meanwhile.
+    assert rank["publish"] == before["publish"] + head + message + memory.FINGERPRINT_BYTES
+    instance, before = parts("ipc", of_instance=True), parts("snapshot", of_instance=True)
+    assert "publish" not in before and "weight buffers" not in instance
+    assert instance["publish"] == head + 2 * message + memory.FINGERPRINT_BYTES
 
 
 @pytest.mark.parametrize(("prompt", "response", "batch"), [(64, 57, 4), (100, 300, 6), (1, 1, 1), (70, 64, 9)])
@@ -267,6 +289,7 @@ def test_constants_that_the_forecast_repeats_are_those_of_trainer_and_engine() -
     assert training_memory.CHUNK_BYTES == logprobs.CHUNK_BYTES
     assert training_memory.PARCEL_BYTES == weight_export.PARCEL_BYTES
     assert training_memory.DELTA_CHUNK_ROWS == delta_plan.CHUNK_ROWS
-    assert memory.MESSAGE_BYTES == stream.DEVICE_BUCKET_BYTES
+    sizes = {"broadcast": stream.bucket_bytes_of("nccl"), "ipc": stream.bucket_bytes_of(ipc.ipc_backend("nccl"))}
+    assert sizes == memory.MESSAGE_BYTES and ipc.PIECE_BYTES == memory.IPC_BUFFER_BYTES
     assert instance_memory.PREFILL_TOKENS == cache_size.PREFILL_TOKENS
     assert (instance_memory.MIN_CAPACITY, instance_memory.GROWTH) == (kv_store.MIN_CAPACITY, kv_store.GROWTH)

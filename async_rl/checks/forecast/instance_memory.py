@@ -12,6 +12,7 @@ from async_rl.checks.forecast.memory import (
     BASE,
     COMMUNICATOR_BYTES,
     FINGERPRINT_BYTES,
+    MESSAGE_BYTES,
     MIB,
     MemoryPart,
     ProcessMemory,
@@ -125,13 +126,18 @@ RECEIVED_MESSAGES = {"transformers": 3, "vllm": 4}
 
 
 def _received(config: Config, model: ModelShape) -> list[MemoryPart]:
-    """What a broadcast between devices takes besides the weights that it replaces."""
-    if config.trainer.device == "cpu" or config.publish.transport != "broadcast":
+    """What a transfer between devices takes besides the weights that it replaces.
+
+    The buffers through which `ipc` passes it are the main rank's, wherever they are mapped.
+    """
+    if config.trainer.device == "cpu" or config.publish.transport == "snapshot":
         return []
     width, number = WEIGHT_BYTES[config.model.dtype], RECEIVED_MESSAGES[config.inference.engine]
-    messages = messages_bytes(number, model.num_parameters * width, model.vocabulary_parameters * width)
-    size = messages + FINGERPRINT_BYTES + COMMUNICATOR_BYTES[config.trainer.device]
-    reason = f"{number} messages, {messages / MIB:,.0f} MiB, and the group's buffers"
+    message, largest = MESSAGE_BYTES[config.publish.transport], model.vocabulary_parameters * width
+    messages = messages_bytes(message, number, model.num_parameters * width, largest)
+    size, reason = messages + FINGERPRINT_BYTES, f"{number} messages, {messages / MIB:,.0f} MiB, and a fingerprint"
+    if config.publish.transport == "broadcast":
+        size, reason = size + COMMUNICATOR_BYTES[config.trainer.device], f"{reason}; the group's buffers"
     return [MemoryPart(PUBLISH, size, reason)]
 
 

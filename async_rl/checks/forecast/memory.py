@@ -6,7 +6,7 @@ from math import ceil
 
 MIB = 2**20
 
-BASE, COMMUNICATORS = "base of the process", "communicators"
+BASE, COMMUNICATORS, BUFFERS = "base of the process", "communicators", "weight buffers"
 """Names of parts that stay on a device as long as their process lives."""
 
 COMMUNICATOR_BYTES = {"cpu": 0, "cuda": 300 * MIB, "npu": 400 * MIB}
@@ -16,8 +16,12 @@ its protocols LL128 and LL, by their sizes in its source); hccl has 2 x HCCL_BUF
 FRAGMENTATION = 0.05
 """Of all that a process has on a device: what its allocator holds and cannot use, an assumption."""
 
-MESSAGE_BYTES = 320 * MIB
-"""`DEVICE_BUCKET_BYTES` of `shared/weights/stream.py`, which needs torch; a test compares them."""
+MESSAGE_BYTES = {"broadcast": 320 * MIB, "ipc": 64 * MIB}
+"""Between devices, by `publish.transport`: `bucket_bytes_of` in `shared/weights/stream.py`, which needs torch; a test
+compares them."""
+
+IPC_BUFFER_BYTES = 64 * MIB
+"""Of each of the main rank's two: `PIECE_BYTES` of `shared/weights/ipc.py`."""
 
 FINGERPRINT_BYTES = 128 * MIB
 """While it is computed on a device: 64 MiB of small tensors in one, and blocks of 2^20 words times multipliers."""
@@ -60,7 +64,7 @@ class ProcessMemory:
     @property
     def base_bytes(self) -> int:
         """What stays on a device as long as the process lives, whoever has the rest."""
-        return sum(part.num_bytes for part in self.resident if part.name in (BASE, COMMUNICATORS))
+        return sum(part.num_bytes for part in self.resident if part.name in (BASE, COMMUNICATORS, BUFFERS))
 
     @property
     def host_bytes(self) -> int:
@@ -74,10 +78,10 @@ def fragmentation(resident: Sequence[MemoryPart], phases: Sequence[MemoryPart]) 
     return MemoryPart("fragmentation", ceil(FRAGMENTATION * used), f"{FRAGMENTATION:.0%} of the rest, assumed")
 
 
-def messages_bytes(number: int, num_bytes: int, largest_bytes: int) -> int:
-    """Of so many broadcasts between devices at once, for a model of `num_bytes`.
+def messages_bytes(message_bytes: int, number: int, num_bytes: int, largest_bytes: int) -> int:
+    """Of so many messages between devices at once, for a model of `num_bytes`.
 
     Its largest tensor, which may be larger than a message, is one of them; there is no second such tensor near it.
     """
-    usual = min(MESSAGE_BYTES, num_bytes)
+    usual = min(message_bytes, num_bytes)
     return max(usual, largest_bytes) + (number - 1) * usual

@@ -12,9 +12,12 @@ from math import ceil
 
 from async_rl.checks.forecast.memory import (
     BASE,
+    BUFFERS,
     COMMUNICATOR_BYTES,
     COMMUNICATORS,
     FINGERPRINT_BYTES,
+    IPC_BUFFER_BYTES,
+    MESSAGE_BYTES,
     MIB,
     MemoryPart,
     ProcessMemory,
@@ -323,7 +326,7 @@ def attention_workspace_bytes(model: ModelShape, shares: Shares, config: Config)
 def publish_bytes(config: Config, model: ModelShape, own: RankParameters, shares: Shares) -> int:
     """Of the first rank, which sends the weights, besides the model.
 
-    A broadcast between devices has one message on its way and packs the next one, from tensors that are put together
+    A transfer between devices has one message on its way and packs the next one, from tensors that are put together
     where ranks divide them.
     """
     width, parcels = WEIGHT_BYTES[config.model.dtype], 2 * PARCEL_BYTES if shares.divides_model else 0
@@ -332,10 +335,11 @@ def publish_bytes(config: Config, model: ModelShape, own: RankParameters, shares
     if config.adapter.is_given:
         # A weight and what its adapter adds, in float32.
         exported += 2 * model.hidden_size * max(model.ffn_size, model.qkv_size) // shares.tensor * WIDE_BYTES
-    if config.trainer.device == "cpu" or config.publish.transport != "broadcast":
+    if config.trainer.device == "cpu" or config.publish.transport == "snapshot":
         return exported
     number = 3 if shares.divides_model else 2
-    messages = messages_bytes(number, model.num_parameters * width, model.vocabulary_parameters * width)
+    message, largest = MESSAGE_BYTES[config.publish.transport], model.vocabulary_parameters * width
+    messages = messages_bytes(message, number, model.num_parameters * width, largest)
     return exported + messages + FINGERPRINT_BYTES
 
 
@@ -358,6 +362,9 @@ def rank_memory(
         num_groups = shares.num_groups + (config.publish.transport == "broadcast")
         buffers = MemoryPart(COMMUNICATORS, num_groups * COMMUNICATOR_BYTES[device], f"{num_groups} groups, assumed")
         resident += [buffers] * (num_groups > 0)
+    if config.publish.transport == "ipc":
+        reason = "two of the main rank, which all instances map, for as long as it lives"
+        resident.append(MemoryPart(BUFFERS, 2 * IPC_BUFFER_BYTES, reason))
     trained = _trained_parts("", config, model, shares)
     if critic is not None:
         trained += _trained_parts("critic's ", config, critic, shares)

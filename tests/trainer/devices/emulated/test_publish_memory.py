@@ -25,14 +25,14 @@ def share_of_forecast(number: int, publish: Callable[[WeightGroup, list[torch.Te
     """The peak of a member that is alone in its group, over what so many messages and the fingerprint may take."""
     for name in ("WINDOW_BYTES", "SUMMED_BYTES", "BLOCK_WORDS", "DEVICE_BUCKET_BYTES"):
         setattr(stream, name, getattr(stream, name) // SCALE)
-    memory.MESSAGE_BYTES //= SCALE
     npu: Any = torch.get_device_module("npu")
     group = WeightGroup(StoreServer("127.0.0.1", "s" * 32).store(60), 0, 1, "hccl", 60, torch.device("npu", 0))
     weights = [torch.ones(spec.shape, dtype=torch.uint8, device="npu") for spec in SPECS]
     before = npu.memory_allocated()
     npu.reset_peak_memory_stats()
     assert publish(group, weights)
-    limit = memory.messages_bytes(number, sum(spec.num_bytes for spec in SPECS), EMBEDDING)
+    message = memory.MESSAGE_BYTES["broadcast"] // SCALE
+    limit = memory.messages_bytes(message, number, sum(spec.num_bytes for spec in SPECS), EMBEDDING)
     return float((npu.max_memory_allocated() - before) / (limit + memory.FINGERPRINT_BYTES // SCALE))
 
 
