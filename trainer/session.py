@@ -108,7 +108,12 @@ def open_session(
             control = producer.control
             # The id is unique per start, so that an instance of an earlier start is never taken for one of this start.
             mine = [secrets.token_hex(4), lease.name, lease.term, astuple(producer.address)]
+            if config.run.placement == "turns":
+                control.call("rest")
             begin_loading(config, control)
+        if config.run.placement == "turns":
+            # No rank takes memory on its device before instances of an earlier start have left it.
+            parallel.broadcast_json([] if parallel.is_main else None)
         # Epochs are counted with the prompts, and the learning rate's schedule needs their number.
         megatron = MegatronTrainer.of(config, parallel) if config.train.epochs is None else None
         prompts, contents = load_prompts_and_contents(config, parallel, control)

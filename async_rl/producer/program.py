@@ -19,7 +19,7 @@ from async_rl.shared.net.listener import listen
 CONTROL_TIMEOUT_S = 60.0
 """The main rank connects right after it has read the port."""
 
-CALLS = frozenset({"load", "open", "write_groups", "end_iteration", "members", "evaluate_trained"})
+CALLS = frozenset({"rest", "load", "open", "write_groups", "end_iteration", "members", "evaluate_trained"})
 
 
 def serve(given: Given, say_port: Callable[[int], None], pool: InferencePool | None = None) -> None:

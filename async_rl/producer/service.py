@@ -1,7 +1,8 @@
 """What the producer does for a run, by the names of the main rank's calls; built in the order of its methods.
 
-`load`, then `open`, then as often as the trainer asks `publish`, `write_groups`, `end_iteration`, `members`,
-`evaluate_trained`. The calls run in the main thread, one at a time; everything asynchronous runs on the event loop.
+`rest` where the pools take turns, `load`, then `open`, then as often as the trainer asks `publish`, `write_groups`,
+`end_iteration`, `members`, `evaluate_trained`. The calls run in the main thread, one at a time; everything asynchronous
+runs on the event loop.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from async_rl.producer.batch_rollout import BatchRollout, BatchStarts
 from async_rl.producer.client import MAX_IDLE_WORK_S, publication_of
 from async_rl.producer.dock import Docking
 from async_rl.producer.frames import Carry, Message
+from async_rl.producer.rest import Rest
 from async_rl.records.recorder import IterationRecord, RunRecorder
 from async_rl.records.records import ROLLOUTS
 from async_rl.records.samples import NUM_GROUPS, FirstGroups
@@ -97,6 +99,7 @@ class ProducerService:
         self._takes_turns = config.run.placement == "turns"
         self._require_lease = require_lease
         self._pool = pool or InferencePool(config.pool, token, lease_name)
+        self._rest = Rest(self._pool, config.run.dir, config.publish.timeout_s)
         closing.callback(lambda: loop.end(self._pool.close()))
         self._tokenizer: Tokenizer
         self._reward: Reward
@@ -112,6 +115,10 @@ class ProducerService:
         self._samples = FirstGroups(NUM_GROUPS + config.prompts.reserve)
 
     # Calls
+
+    def rest(self) -> None:
+        """Has instances leave the devices to the trainer, which is about to load."""
+        self._loop.run(self._rest.begin())
 
     def load(self, checkpoint: str, cache_dir: str) -> dict[str, Any]:
         """Tokenizer, reward and prompts; returns the names of the prompts and digests of the data.
@@ -236,11 +243,8 @@ class ProducerService:
             self._evaluator,
             self._note_group,
             self._write_figures,
-            rest=self._rest if self._takes_turns else None,
+            rest=self._rest.begin if self._takes_turns else None,
         )
-
-    async def _rest(self) -> None:
-        await self._pool.sleep(self._config.publish.timeout_s)
 
     def _find(self, prompts: Sequence[tuple[int, str]]) -> dict[int, Prompt]:
         return {index: self._prompts.find(prompt_id) for index, prompt_id in prompts}

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
 from async_rl.errors import ConfigError, ProcessFailed
 from async_rl.shared.programs.failure_report import VARIABLE, read_failure
+from async_rl.shared.programs.process_guard import KILL
 
 GRACE_S = 10.0
 """For a process that has nothing to save before it ends."""
@@ -63,6 +65,14 @@ class Running:
         """Requests the guard to end the process; returns at once."""
         assert self._guard.stdin is not None, "the guard is started with a pipe"
         self._guard.stdin.close()
+
+    def kill(self) -> None:
+        """Requests the guard to kill the process, without time to end by itself; returns at once."""
+        assert self._guard.stdin is not None, "the guard is started with a pipe"
+        # A guard that has just ended reads nothing any more.
+        with suppress(BrokenPipeError):
+            self._guard.stdin.write(KILL)
+            self._guard.stdin.close()
 
     def wait_end(self) -> None:
         """Waits until the process and all its descendants have ended, at most a little longer than the grace time."""

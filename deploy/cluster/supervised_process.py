@@ -47,6 +47,7 @@ class SupervisedProcess:
         self._again = replace(running.process, argv=(*running.process.argv, *again))
         self._due_s = 0.0
         self._is_last = False
+        self._killed_since: str | None = None
         restarts.note_progress(trained())
         self.running = running
 
@@ -57,6 +58,12 @@ class SupervisedProcess:
     def restart_no_more(self) -> None:
         """Its next end is the last one: a restart would not help."""
         self._is_last = True
+
+    def kill(self, why: str) -> None:
+        """Ends it at once; it is started again as one that died, and `why` is told as the cause."""
+        if self.state == "running":
+            self._killed_since = why
+            self.running.kill()
 
     def check(self) -> str | None:
         """Starts the process again when that is due; returns what has changed, in words, None if nothing has."""
@@ -73,6 +80,8 @@ class SupervisedProcess:
             self.state = "done"
             return f"{self.process.name} has ended"
         failure = self.running.failure()
+        if self._killed_since is not None:
+            failure, self._killed_since = ProcessFailed(f"{self.process.name} {self._killed_since}"), None
         self.cause = str(failure)
         self.restarts.note_progress(self._trained())
         is_first = self.restarts.total == 0

@@ -1,7 +1,7 @@
 """Keeps the processes of a local run going until its trainer has ended; for `deploy.local.run`.
 
 A trainer that died is started again with `run.resume`, while the instances stay. An instance that died is started
-again on its port, and joins the pool again with the next publish.
+again on its port, and joins the pool again with the next publish. One that keeps a device from the trainer is ended.
 """
 
 import socket
@@ -13,6 +13,7 @@ from functools import partial
 from async_rl.config.sections import Config
 from async_rl.errors import RunDirInUse, WriteFailed
 from async_rl.shared.locks.process_identity import this_process
+from async_rl.shared.programs.end_request import asked_to_end, withdraw
 from deploy.cluster.process import Running
 from deploy.cluster.restarts import Restarts, num_trained
 from deploy.cluster.run_view import RunFeed, RunView
@@ -52,6 +53,9 @@ class Supervisor:
             return SupervisedProcess(running, deployment.start, restarts, trained, again)
 
         self._instances = [keep(running, url) for running, url in zip(instances, urls, strict=True)]
+        self._by_url = dict(zip(urls, self._instances, strict=True))
+        self._ending: dict[str, Running] = {}
+        """Processes that the producer has asked to end, by their URLs."""
         self._trainer = keep(trainer, None, (RESUME,))
         # A first start that finds another trainer would go on with that one's run.
         self._trainer.final_at_first = None if config.run.resume else RunDirInUse.__name__
@@ -64,6 +68,7 @@ class Supervisor:
             RestartsExhausted: it failed more often than `cluster.max_restarts` without progress.
         """
         remove_tasks(self._run_dir)
+        withdraw(self._run_dir)
         while not self._has_ended():
             self._write_tasks()
             time.sleep(POLL_S)
@@ -76,7 +81,19 @@ class Supervisor:
         self._has_left = True
         self._write_tasks()
 
+    def _end_asked(self) -> None:
+        """Kills instances that keep a device from the trainer; the request is answered when they have ended."""
+        asked = asked_to_end(self._run_dir)
+        for url in asked.keys() & self._by_url.keys() - self._ending.keys():
+            self._ending[url] = self._by_url[url].running
+            self._by_url[url].kill(asked[url])
+        if all(running.exit_code() is not None for running in self._ending.values()):
+            self._ending.clear()
+            if asked:
+                withdraw(self._run_dir)
+
     def _has_ended(self) -> bool:
+        self._end_asked()
         for instance in self._instances:
             self._say(instance.check())
         if all(instance.state in ENDED for instance in self._instances):

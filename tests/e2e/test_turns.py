@@ -1,6 +1,7 @@
 """Pools that take turns, on a CPU: instances sleep while the trainer trains; faults in between; the same bits."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,9 +40,14 @@ def separate(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[...,
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Run:
-    """In turns; loses an instance while it is asked or asleep, then its trainer with the producer."""
+    """In turns; an instance hangs when it should sleep, one is lost while it is asked or asleep, then the trainer."""
     run = make_run(tmp_path_factory.mktemp("turns"), tiny_model("qwen3", tied=True))
-    run.start(*words(run, "turns"), "--inference.num_instances=2")
+    run.start(*words(run, "turns"), "--inference.num_instances=2", "--publish.timeout_s=10")
+    run.wait_for_iterations(1)
+    run.hold()
+    run.wait_until(lambda: not any(member.num_requests for member in run.members()))
+    run.hang_instance()
+    run.tell("")
     run.wait_for_iterations(2)
     run.instances()[0].kill()
     run.wait_for_iterations(4)
@@ -53,6 +59,13 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[...
 def test_it_trains_the_same_bits_whatever_is_lost(disturbed: Run, separate: Run) -> None:
     assert_same_run(disturbed, separate)
     assert all(record["on_policy"] for record in disturbed.lines("metrics.jsonl"))
+
+
+def test_one_that_hangs_is_ended_before_the_trainer_takes_the_device(disturbed: Run) -> None:
+    said = disturbed.everything_said()
+    (hung,) = re.findall(r"trainer: (http://\S+) holds memory that the trainer needs: it did not go to sleep", said)
+    assert f"the launcher has ended {hung} and starts them again" in said
+    assert f"did not go to sleep: instance {hung} did not answer POST /sleep" in said.partition("launcher has")[0]
 
 
 def test_evaluations_are_made_before_the_instances_sleep(disturbed: Run, separate: Run) -> None:

@@ -19,6 +19,8 @@ from async_rl.rollouts.fleet.endpoint import FleetClient
 from async_rl.shared.protocol.fleet import InstanceInfo, read_address
 from tests.support.warm.interpreter import NAME as WARM_INTERPRETER
 
+GUARD = "async_rl.shared.programs.process_guard"
+
 VERIFICATION_S = 840.0
 """A minute on two idle cores."""
 
@@ -277,9 +279,13 @@ class Run:
     def instances(self) -> list[psutil.Process]:
         return [p for p in self.descendants() if "inference_service" in command_of(p)]
 
+    def hang_instance(self) -> None:
+        """Stops the first instance, which keeps what it has and does not answer any more."""
+        next(p for p in self.instances() if GUARD not in command_of(p)).suspend()
+
     def ranks(self) -> list[psutil.Process]:
         """The training ranks."""
-        no_rank = {"async_rl.torchrun", "async_rl.shared.programs.process_guard"}
+        no_rank = {"async_rl.torchrun", GUARD}
         return [
             p for p in self.descendants() if "async_rl.trainer" in (words := command_of(p)) and not no_rank & set(words)
         ]

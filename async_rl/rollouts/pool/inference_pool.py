@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from async_rl.config.pool_section import PoolSection
-from async_rl.errors import ConfigError, InstanceError
+from async_rl.errors import ConfigError, ConnectionLost, InstanceError
 from async_rl.method.types import Response, WeightVersion
 from async_rl.rollouts.pool.group_rollout import GroupRollout
 from async_rl.rollouts.pool.health import HealthWatch, wait_until_healthy
@@ -111,28 +111,31 @@ class InferencePool(Roster):
             return "", None
         return member.url, held.boot_id
 
-    async def sleep(self, timeout_s: float) -> None:
+    async def sleep(self, timeout_s: float) -> dict[Member, InstanceError]:
         """Has all instances give up their devices' memory until the next publish; nobody joins before it.
 
         One that does not is out of service, with the reason. Those that are out of service already may be awake, too.
+
+        Returns:
+            The errors of those that served in this run, and may keep memory: a process is there, and is not asleep.
         """
+        awake: dict[Member, InstanceError] = {}
 
         async def put_to_sleep(member: Member) -> None:
             is_ready = member.state == "ready"
             try:
                 await member.client.sleep(timeout_s if is_ready else min(timeout_s, OUT_OF_SERVICE_TIMEOUT_S))
             except InstanceError as error:
-                logger.log(
-                    logging.ERROR if is_ready else logging.INFO,
-                    "%s may keep memory that the trainer needs: %s",
-                    *(member.url, error),
-                )
+                # Without a connection there is no process. One that has not served yet is being started.
+                if member.version is not None and not isinstance(error, ConnectionLost):
+                    awake[member] = error
                 if is_ready:
                     self.note_failure(member, f"it did not go to sleep: {error}")
 
         self.late_joiners.is_closed = True
         await self.late_joiners.wait()
         await asyncio.gather(*map(put_to_sleep, self.members))
+        return awake
 
     # Rollouts
 

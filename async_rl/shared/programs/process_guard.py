@@ -1,10 +1,10 @@
 """Guards one process of a run: `python -m async_rl.shared.programs.process_guard --cores 0,1 --grace-s 10 -- COMMAND`.
 
 It starts the command and keeps running, so that no process of it outlives its starter: a deployer, or a trainer that
-runs agents. The starter holds the other end of the guard's standard input and never writes to it: when it closes that
-pipe, or dies for any reason (also by `kill -9`), the guard reads the end of the pipe and ends the command: SIGTERM, and
-SIGKILL after the grace time. On Linux it is also the subreaper of all its descendants, so workers in their own sessions
-(torchrun's, process pools') end with them.
+runs agents. The starter holds the other end of the guard's standard input: when it closes that pipe, or dies for any
+reason (also by `kill -9`), the guard reads the end of the pipe and ends the command: SIGTERM, and SIGKILL after the
+grace time; at once if the starter has written `KILL` before. On Linux it is also the subreaper of all its descendants,
+so workers in their own sessions (torchrun's, process pools') end with them.
 
 It exits with the command's own code, or 128 + N where signal N ended the command, or 2 where the command cannot be run.
 Standard library only: it must start in milliseconds.
@@ -24,6 +24,7 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.05
+KILL = b"k"
 BAD_INPUT = 2
 """As in `deploy.cluster.restarts`, which is not imported: a program that cannot be run is not tried again."""
 
@@ -44,7 +45,7 @@ def keep(command: Sequence[str], cores: Sequence[int], grace_s: float, stdin: st
     with _reaping_orphans(child.pid):
         ended_by_us = _wait_for_child_or_closed_pipe(child)
     if ended_by_us:
-        _end(child, grace_s)
+        _end(child, 0.0 if os.read(sys.stdin.fileno(), len(KILL)) == KILL else grace_s)
     _kill_what_is_left(child.pid)
     code = child.returncode
     return code if code >= 0 else 128 - code
@@ -96,7 +97,8 @@ def _end_of(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
-    child.terminate()
+    if grace_s:
+        child.terminate()
     try:
         child.wait(grace_s)
     except subprocess.TimeoutExpired:

@@ -53,6 +53,18 @@ def test_a_process_that_is_killed_is_started_again_with_more_words(deployment: D
     assert events[1:] == ["trainer is started again (restart 1)", "trainer has ended"]
 
 
+def test_a_process_that_is_killed_for_a_reason_is_started_again_and_the_reason_is_told(
+    deployment: Deployment, tmp_path: Path
+) -> None:
+    kept = keep(deployment, tmp_path, "import sys, time\nif sys.argv[1:] != ['--again']: time.sleep(600)")
+    kept.kill("did not go to sleep")
+    events = follow(kept)
+    assert events[0] == f"lost trainer, it is started again in {DELAY_S} s: trainer did not go to sleep"
+    assert kept.cause == "trainer did not go to sleep" and kept.restarts.total == 1 and kept.state == "done"
+    kept.kill("has ended already")
+    assert kept.check() is None
+
+
 def test_one_that_always_dies_fails_with_the_last_cause(deployment: Deployment, tmp_path: Path) -> None:
     begun = time.monotonic()
     kept = keep(deployment, tmp_path, "raise RuntimeError('the optimizer melted')")

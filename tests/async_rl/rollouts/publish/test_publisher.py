@@ -268,7 +268,8 @@ def test_one_that_does_not_sleep_at_the_end_of_the_rollouts_is_out_of_service(
     publisher, pool = in_turns(make_publisher, sleepers, tmp_path)
     publish(publisher, "run-0")
     sleepers[2].rescript(refuse="sleep")
-    loop.run(pool.sleep(5.0))
+    awake = loop.run(pool.sleep(5.0))
+    assert list(awake) == [pool.members[2]] and "sleep is refused" in str(awake[pool.members[2]])
     assert [member.state == "ready" for member in pool.members] == [True, True, False]
     assert "did not go to sleep" in reasons(pool)[2]
     sleepers[2].rescript(refuse=None)

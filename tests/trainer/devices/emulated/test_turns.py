@@ -77,29 +77,70 @@ def test_pools_that_share_a_device_train_the_same_bits_with_weights_from_its_mem
     assert len(shared.peaks()) == 1
 
 
-@pytest.mark.nightly
-def test_it_needs_the_memory_of_the_larger_pool_alone(
-    emulated_run: Callable[..., EmulatedRun],
-    tmp_path_factory: pytest.TempPathFactory,
-    tiny_model: Callable[..., Path],
-) -> None:
+@pytest.fixture(scope="module")
+def large(placed: Callable[..., Placed], tiny_model: Callable[..., Path]) -> Callable[..., Placed]:
+    """As `placed`, with a model of SIZE."""
+
     def make(name: str, **variables: object) -> Placed:
-        made = Placed(emulated_run, tmp_path_factory.mktemp(name), name, **variables)
+        made = placed(name, **variables)
         config = made.run.config
         small, large = (str(tiny_model("qwen3", tied=True, **size)) for size in ({}, SIZE))
         config.write_text(config.read_text().replace(small, large))
         return made
 
-    apart = make("apart").train("separate")
+    return make
+
+
+@pytest.fixture(scope="module")
+def undisturbed(large: Callable[..., Placed]) -> Placed:
+    return large("undisturbed").train("turns")
+
+
+@pytest.mark.layouts
+def test_an_instance_that_hangs_with_memory_of_a_full_device_is_ended_and_the_run_loses_nothing(
+    large: Callable[..., Placed], undisturbed: Placed
+) -> None:
+    hung = large("hung", bytes=undisturbed.peaks()[0])
+    hung.start("turns", "--publish.timeout_s=10")
+    hung.run.wait_for_iterations(1)
+    hung.run.hold()
+    hung.run.wait_until(lambda: not hung.run.members()[0].num_requests)
+    hung.run.hang_instance()
+    hung.run.tell("")
+    assert hung.run.finish() == 0, hung.run.everything_said()
+    assert hung.run.restarts() == {"trainer": 0, "instance-0": 1}
+    assert_same_run(hung.run, undisturbed.run)
+    said = hung.run.everything_said()
+    assert "holds memory that the trainer needs: it did not go to sleep" in said and "out of memory" not in said
+
+
+@pytest.mark.layouts
+def test_a_trainer_that_starts_again_finds_a_full_device_free_of_instances_that_were_awake(
+    large: Callable[..., Placed], undisturbed: Placed
+) -> None:
+    killed = large("killed", bytes=undisturbed.peaks()[0])
+    killed.start("turns")
+    killed.run.wait_for_iterations(1)
+    killed.run.hold()
+    killed.run.kill_trainer()
+    killed.run.tell("")
+    assert killed.run.finish() == 0, killed.run.everything_said()
+    assert killed.run.restarts() == {"trainer": 1, "instance-0": 0}
+    assert_same_run(killed.run, undisturbed.run)
+    assert "out of memory" not in killed.run.everything_said()
+
+
+@pytest.mark.layouts
+def test_it_needs_the_memory_of_the_larger_pool_alone(large: Callable[..., Placed], undisturbed: Placed) -> None:
+    apart = large("apart").train("separate")
     instance, rank = sorted(apart.peaks())
     # What stays for both: the canary's copy of a tied head.
     head = 4 * 96 * SIZE["hidden_size"]
-    capacity = max(instance, rank) + head
-    in_turns = make("small", bytes=capacity).train("turns")
-    assert_same_run(in_turns.run, apart.run)
-    print(f"a rank {rank / MIB:.1f} MiB, an instance {instance / MIB:.1f}, in turns {in_turns.peaks()[0] / MIB:.1f}")
-    assert in_turns.peaks()[0] <= capacity < instance + rank
-    both = make("both", bytes=capacity)
+    assert_same_run(undisturbed.run, apart.run)
+    (capacity,) = undisturbed.peaks()
+    print(f"a rank {rank / MIB:.1f} MiB, an instance {instance / MIB:.1f}, in turns {capacity / MIB:.1f}")
+    assert capacity <= max(instance, rank) + head < instance + rank
+    both = large("both", bytes=max(instance, rank) + head)
     both.start("shared", "--cluster.max_restarts=0")
     assert both.run.finish() != 0 and "NPU out of memory" in both.run.everything_said()
 
