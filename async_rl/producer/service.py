@@ -119,6 +119,7 @@ class ProducerService:
     def rest(self) -> None:
         """Has instances leave the devices to the trainer, which is about to load."""
         self._loop.run(self._rest.begin())
+        log.info("no instance has the devices: the trainer loads")
 
     def load(self, checkpoint: str, cache_dir: str) -> dict[str, Any]:
         """Tokenizer, reward and prompts; returns the names of the prompts and digests of the data.

@@ -68,6 +68,13 @@ def test_one_that_hangs_is_ended_before_the_trainer_takes_the_device(disturbed: 
     assert f"did not go to sleep: instance {hung} did not answer POST /sleep" in said.partition("launcher has")[0]
 
 
+def test_a_trainer_loads_only_after_instances_of_an_earlier_start_have_left_the_devices(disturbed: Run) -> None:
+    log = (disturbed.dir / "logs" / "trainer.log").read_text()
+    before, *starts = log.split("no instance has the devices: the trainer loads")
+    assert "starting at iteration" not in before
+    assert [start.count("starting at iteration") for start in starts] == [1, 1]
+
+
 def test_evaluations_are_made_before_the_instances_sleep(disturbed: Run, separate: Run) -> None:
     of_both = [
         [{key: row[key] for key in ("iteration", "set", "reward_mean")} for row in run.lines("evaluations.jsonl")]

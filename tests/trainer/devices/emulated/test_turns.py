@@ -115,22 +115,6 @@ def test_an_instance_that_hangs_with_memory_of_a_full_device_is_ended_and_the_ru
 
 
 @pytest.mark.layouts
-def test_a_trainer_that_starts_again_finds_a_full_device_free_of_instances_that_were_awake(
-    large: Callable[..., Placed], undisturbed: Placed
-) -> None:
-    killed = large("killed", bytes=undisturbed.peaks()[0])
-    killed.start("turns")
-    killed.run.wait_for_iterations(1)
-    killed.run.hold()
-    killed.run.kill_trainer()
-    killed.run.tell("")
-    assert killed.run.finish() == 0, killed.run.everything_said()
-    assert killed.run.restarts() == {"trainer": 1, "instance-0": 0}
-    assert_same_run(killed.run, undisturbed.run)
-    assert "out of memory" not in killed.run.everything_said()
-
-
-@pytest.mark.layouts
 def test_it_needs_the_memory_of_the_larger_pool_alone(large: Callable[..., Placed], undisturbed: Placed) -> None:
     apart = large("apart").train("separate")
     instance, rank = sorted(apart.peaks())
