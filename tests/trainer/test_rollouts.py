@@ -178,9 +178,9 @@ def test_a_batch_equals_transformers_with_baselines_and_lengths_of_whole_rollout
 @pytest.mark.parametrize(
     ("family", "layouts"),
     [
-        pytest.param("qwen3", ("TP2", "PP2", "DP2"), marks=pytest.mark.nightly),
+        pytest.param("qwen3", ("TP2", "CP2", "PP2", "DP2"), marks=pytest.mark.nightly),
         # Its second layer, which is the second stage, has no rotary embedding.
-        pytest.param("smollm3", ("TP2", "PP2"), marks=pytest.mark.nightly),
+        pytest.param("smollm3", ("TP2", "CP2", "PP2"), marks=pytest.mark.nightly),
         ("qwen3_moe", ("TP2", "TP2 EP2", "PP2", "DP2 EP2")),
     ],
 )

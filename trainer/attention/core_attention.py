@@ -93,7 +93,7 @@ class SharedPromptAttention(torch.nn.Module):
         if params.query_scale_T11 is not None:
             query_THD = query_THD * params.query_scale_T11
         if params.cp_group is not None:
-            query_THD, key_SKD, value_SKD = rows_to_heads([query_THD, key_SKD, value_SKD], params.cp_group)
+            query_THD, key_SKD, value_SKD = rows_to_heads((query_THD, key_SKD, value_SKD), params.cp_group)
         if params.cache is not None:
             key_SKD, value_SKD = params.cache.extend(self._layer_number, key_SKD, value_SKD)
         size = value_SKD.shape[-1]

@@ -84,12 +84,11 @@ class Shares:
 
     @property
     def num_groups(self) -> int:
-        """Groups of processes on devices that a rank is in: one of each axis, that of the ranks that share an
-        optimizer's state where these are of two axes, and that of all ranks."""
-        all_ranks = self.tensor * self.pipeline * self.num_weight_copies
-        of_both = min(self.context, self.num_replicas)
-        axes = (self.tensor, self.context, self.pipeline, self.num_replicas, of_both, self.expert, all_ranks)
-        return sum(size > 1 for size in axes)
+        """Groups of processes on devices that a rank is in: those that share tensors, rows, layers, gradients and
+        experts, and that of all ranks."""
+        copies = self.num_weight_copies
+        all_ranks = self.tensor * self.pipeline * copies
+        return sum(size > 1 for size in (self.tensor, self.context, self.pipeline, copies, self.expert, all_ranks))
 
     @property
     def num_weight_copies(self) -> int:
@@ -221,7 +220,7 @@ def attention_values_per_row(model: ModelShape, shares: Shares) -> int:
 
 def _latent_values_per_row(model: ModelShape, shares: Shares) -> int:
     """Latents before and after their norms, on the ranks' own rows and gathered; each head's query, key, and value as
-    their projections make them, put together and padded; the output."""
+    their projections make them, which context-parallel ranks do not keep, put together and padded; the output."""
     sizes = model.latents
     assert sizes is not None, "the model has latents"
     latents = (sizes.q_rank or 0) + sizes.kv_rank
