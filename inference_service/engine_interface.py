@@ -6,7 +6,9 @@ All coroutines run in the server's event loop and never block it.
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy.typing as npt
 
 from async_rl.errors import AsyncRLError
 from async_rl.shared.protocol.inference import InitInfo, SamplingParams, UpdateInfo
@@ -51,20 +53,24 @@ class Sample(NamedTuple):
 class Choice:
     """One finished response, or, in a stream, a delta of one; then `finish_reason` is None until its end.
 
-    `stop_reason` is the request's stop token that ended the response; None for EOS.
+    `stop_reason` is the request's stop token that ended the response; None for EOS. `routes` come with the end, if the
+    request asks for them: see `async_rl.shared.protocol.routed_experts`.
     """
 
     samples: tuple[Sample, ...]
     finish_reason: FinishReason | None
     stop_reason: int | None
+    routes: npt.NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the loaded model: prompt plus response at most `max_model_len` tokens, ids below `vocab_size`."""
+    """Limits of the loaded model: prompt plus response at most `max_model_len` tokens, ids below `vocab_size`; whether
+    it `has_experts`, whose numbers it can report."""
 
     max_model_len: int
     vocab_size: int
+    has_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +207,8 @@ def check_request(prompt: Sequence[int], params: SamplingParams, limits: Limits)
             "expected fewer",
             "num_continued",
         )
+    if params.routed_experts and not limits.has_experts:
+        raise RequestRefused("the model has no experts to report: leave routed_experts out", "routed_experts")
     if params.min_tokens > params.max_tokens:
         raise RequestRefused(
             f"min_tokens is {params.min_tokens}, more than max_tokens {params.max_tokens}", "min_tokens"

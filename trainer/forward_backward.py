@@ -144,7 +144,7 @@ class TwoStagePass:
     def __init__(self, whole: GroupSlice, parallel: Parallel, temperature: float, max_tokens: int) -> None:
         device, share = parallel.device.DEVICE, _row_share(parallel)
         self._last_row, _ = last_prompt_row(len(whole.prompt), share)
-        self._prompt_rows = make_prompt_rows(whole.prompt, device, share)
+        self._prompt_rows = make_prompt_rows(whole, device, share)
         self.micro_batches = [
             make_micro_group(part, device, share) for part in split_slice(whole, max_tokens, with_prompt=False)
         ]

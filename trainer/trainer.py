@@ -107,6 +107,7 @@ class MegatronTrainer:
             needs_old=algorithm.old_policy in ("model", "lagged"),
             needs_reference=self._algorithm.needs.reference,
             teacher=algorithm.teacher if self._algorithm.needs.teacher else None,
+            replays=train.router_replay,
         )
         num_held = algorithm.critic.critic_iterations_alone if self._algorithm.needs.values else 0
         self.optimizer = PolicyOptimizer(optimizer, train, self.models.policy, parallel.shares_gradients, num_held)

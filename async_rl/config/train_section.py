@@ -69,6 +69,12 @@ class TrainSection(Section):
         "it; float32 on CPUs of one kind (see exact.md)",
     )
 
+    router_replay: bool = Field(
+        False,
+        description="of a model with experts: the trainer's rows go to the experts that the instance chose for them "
+        "(arXiv 2510.11370, see models.md)",
+    )
+
     @property
     def num_iterations(self) -> int:
         """Of a run whose rows are known, see `Config.with_iterations`."""

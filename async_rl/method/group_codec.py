@@ -1,16 +1,16 @@
-"""Finished groups as headers of plain data and two flat arrays, and back: the form in which processes exchange them.
+"""Finished groups as headers of plain data and three flat arrays, and back: the form in which processes exchange them.
 
 There is no pickle and no object per token. The headers may travel as JSON or MessagePack, the arrays as their bytes.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Generic, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.token_arrays import ExpertIds, Logprobs, TokenIds
 from async_rl.method.types import Group, Prompt, Response, RewardParts, RolloutFacts, WeightSpan, WeightVersion
 from async_rl.shared.json_values import as_json
 
@@ -19,12 +19,12 @@ Header = dict[str, Any]
 
 TOKEN = np.dtype(np.int32)
 LOGPROB = np.dtype(np.float32)
-VALUE_BYTES = 4
-"""Of a token, and of a log-prob."""
+EXPERT = np.dtype(np.uint16)
+ITEM_BYTES: dict[type[TokenIds] | type[Logprobs] | type[ExpertIds], int] = {TokenIds: 4, Logprobs: 4, ExpertIds: 2}
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[Any]
 
-V = TypeVar("V", TokenIds, Logprobs)
+V = TypeVar("V", TokenIds, Logprobs, ExpertIds)
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -51,6 +51,8 @@ class _ResponseHeader(msgspec.Struct):
     observed: tuple[tuple[int, int], ...]
     turn_instances: tuple[tuple[str, int], ...]
     text: str | None
+    num_routes: _Count | None = None
+    num_prompt_routes: _Count | None = None
 
 
 class _GroupHeader(msgspec.Struct):
@@ -72,14 +74,15 @@ class _GroupHeader(msgspec.Struct):
 
 def pack(
     groups: Sequence[Group], *, with_texts: bool = False
-) -> tuple[list[Header], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """(header of each group, token ids int32 [T], rollout log-probs float32 [N]).
+) -> tuple[list[Header], npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.uint16]]:
+    """(header of each group, token ids int32 [T], rollout log-probs float32 [N], routes uint16 [R], if there are any).
 
     A group's prompt precedes its responses, and a response's own prompt its tokens. `with_texts`: the texts of the
     responses, and all of the prompt with its row as JSON has it, which training needs none of.
     """
     tokens: list[TokenIds] = []
     logprobs: list[Logprobs] = []
+    routes: list[ExpertIds] = []
     for group in groups:
         tokens.append(group.prompt.token_ids)
         for response in group.responses:
@@ -87,12 +90,13 @@ def pack(
                 tokens.append(response.prompt_ids)
             tokens.append(response.token_ids)
             logprobs.append(response.logprobs)
+            routes += [some for some in (response.prompt_routes, response.routes) if some is not None]
     headers = [msgspec.to_builtins(_header(group, with_texts)) for group in groups]
-    return headers, _joined(tokens, TOKEN), _joined(logprobs, LOGPROB)
+    return headers, _joined(tokens, TOKEN), _joined(logprobs, LOGPROB), _joined(routes, EXPERT)
 
 
-def sizes(headers: Sequence[Header]) -> tuple[int, int]:
-    """How many tokens and log-probs `unpack` expects with these headers.
+def sizes(headers: Sequence[Header]) -> tuple[int, int, int]:
+    """How many tokens, log-probs and routes `unpack` expects with these headers.
 
     Raises:
         ValueError: these are no headers.
@@ -100,23 +104,31 @@ def sizes(headers: Sequence[Header]) -> tuple[int, int]:
     return _sizes(_parsed(headers))
 
 
-def unpack(headers: Sequence[Header], tokens: Buffer, logprobs: Buffer) -> list[Group]:
+def unpack(headers: Sequence[Header], tokens: Buffer, logprobs: Buffer, routes: Buffer = b"") -> list[Group]:
     """The groups that `pack` packed; texts and rows are empty unless they were packed, too.
 
     Args:
-        tokens: int32, and `logprobs` float32, of any object with a buffer: an array, bytes that were received.
+        tokens: int32, `logprobs` float32 and `routes` uint16, of any object with a buffer: an array, bytes that were
+            received.
 
     Raises:
         ValueError: headers and arrays are none of `pack`, or do not belong together.
     """
     parsed = _parsed(headers)
-    token_bytes, logprob_bytes = _bytes_of(tokens), _bytes_of(logprobs)
-    expected, received = _sizes(parsed), (len(token_bytes) / VALUE_BYTES, len(logprob_bytes) / VALUE_BYTES)
-    if expected != received:
-        raise ValueError("headers of {} tokens and {} log-probs came with {:g} and {:g}".format(*expected, *received))
-    token, logprob = _Taker(token_bytes, TokenIds), _Taker(logprob_bytes, Logprobs)
+    views = [_bytes_of(values) for values in (tokens, logprobs, routes)]
+    expected, received = (
+        _sizes(parsed),
+        [len(view) / size for view, size in zip(views, ITEM_BYTES.values(), strict=True)],
+    )
+    if list(expected) != received:
+        raise ValueError(
+            "headers of {} tokens, {} log-probs and {} routes came with {:g}, {:g} and {:g}".format(
+                *expected, *received
+            )
+        )
+    take = _Takers(_Taker(views[0], TokenIds), _Taker(views[1], Logprobs), _Taker(views[2], ExpertIds))
     try:
-        return [_group(header, token, logprob) for header in parsed]
+        return [_group(header, take) for header in parsed]
     except AssertionError as error:
         raise ValueError(str(error)) from error
 
@@ -162,6 +174,8 @@ def _response_header(response: Response, with_texts: bool) -> _ResponseHeader:
         observed=response.observed,
         turn_instances=response.turn_instances,
         text=response.text if with_texts else None,
+        num_routes=None if response.routes is None else len(response.routes),
+        num_prompt_routes=None if response.prompt_routes is None else len(response.prompt_routes),
     )
 
 
@@ -169,11 +183,12 @@ def _parsed(headers: Sequence[Header]) -> list[_GroupHeader]:
     return msgspec.convert(headers, list[_GroupHeader])
 
 
-def _sizes(headers: Sequence[_GroupHeader]) -> tuple[int, int]:
+def _sizes(headers: Sequence[_GroupHeader]) -> tuple[int, int, int]:
     responses = [response for header in headers for response in header.responses]
     num_tokens = sum(header.num_prompt for header in headers)
     num_tokens += sum((response.num_own_prompt or 0) + response.num_tokens for response in responses)
-    return num_tokens, sum(response.num_logprobs for response in responses)
+    num_routes = sum((response.num_prompt_routes or 0) + (response.num_routes or 0) for response in responses)
+    return num_tokens, sum(response.num_logprobs for response in responses), num_routes
 
 
 class _Taker(Generic[V]):
@@ -185,12 +200,20 @@ class _Taker(Generic[V]):
         self._begin = 0
 
     def take(self, count: int) -> V:
-        begin, self._begin = self._begin, self._begin + count * VALUE_BYTES
+        begin, self._begin = self._begin, self._begin + count * ITEM_BYTES[self._kind]
         return self._kind.of_bytes(self._values[begin : self._begin])
 
 
-def _group(header: _GroupHeader, token: _Taker[TokenIds], logprob: _Taker[Logprobs]) -> Group:
-    prompt_ids, more = token.take(header.num_prompt), header.prompt
+class _Takers(NamedTuple):
+    """Of the three arrays."""
+
+    token: _Taker[TokenIds]
+    logprob: _Taker[Logprobs]
+    route: _Taker[ExpertIds]
+
+
+def _group(header: _GroupHeader, take: _Takers) -> Group:
+    prompt_ids, more = take.token.take(header.num_prompt), header.prompt
     prompt = Prompt(header.prompt_id, prompt_ids, {})
     if more is not None:
         prompt = Prompt(
@@ -206,7 +229,7 @@ def _group(header: _GroupHeader, token: _Taker[TokenIds], logprob: _Taker[Logpro
         iteration=header.iteration,
         index=header.index,
         prompt=prompt,
-        responses=tuple(_response(each, token, logprob) for each in header.responses),
+        responses=tuple(_response(each, take) for each in header.responses),
         rewards=header.rewards,
         weight_version=header.weight_version,
         started_s=header.started_s,
@@ -218,11 +241,13 @@ def _group(header: _GroupHeader, token: _Taker[TokenIds], logprob: _Taker[Logpro
     )
 
 
-def _response(header: _ResponseHeader, token: _Taker[TokenIds], logprob: _Taker[Logprobs]) -> Response:
+def _response(header: _ResponseHeader, take: _Takers) -> Response:
     return Response(
-        prompt_ids=None if header.num_own_prompt is None else token.take(header.num_own_prompt),
-        token_ids=token.take(header.num_tokens),
-        logprobs=logprob.take(header.num_logprobs),
+        prompt_ids=None if header.num_own_prompt is None else take.token.take(header.num_own_prompt),
+        token_ids=take.token.take(header.num_tokens),
+        logprobs=take.logprob.take(header.num_logprobs),
+        prompt_routes=None if header.num_prompt_routes is None else take.route.take(header.num_prompt_routes),
+        routes=None if header.num_routes is None else take.route.take(header.num_routes),
         text=header.text or "",
         finish_reason=header.finish_reason,
         weight_spans=header.weight_spans,
@@ -239,5 +264,7 @@ def _bytes_of(buffer: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
-def _joined(parts: Sequence[TokenIds] | Sequence[Logprobs], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def _joined(
+    parts: Sequence[TokenIds] | Sequence[Logprobs] | Sequence[ExpertIds], dtype: np.dtype[Any]
+) -> npt.NDArray[Any]:
     return np.frombuffer(bytearray().join(part.buffer for part in parts), dtype)

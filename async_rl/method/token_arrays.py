@@ -103,6 +103,13 @@ class TokenIds(_Values[int]):
     typecode = "i"
 
 
+class ExpertIds(_Values[int]):
+    """Numbers of experts, uint16: which ones each row chose in each layer, `[rows, layers, k]` flat."""
+
+    __slots__ = ()
+    typecode = "H"
+
+
 class Logprobs(_Values[float]):
     """Natural log-probabilities, float32, as engines compute them: JSON has all digits of one, so none is lost."""
 

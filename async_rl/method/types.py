@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from async_rl.method.proof.logprob_gaps import MIXED
-from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.token_arrays import ExpertIds, Logprobs, TokenIds
 
 WeightVersion = str
 """Opaque name of one published set of weights, unique across runs (`<run id>-<publish number>`)."""
@@ -91,6 +91,9 @@ class Response:
     `prompt_ids` is what `token_ids` follows if that is not the group's prompt. `turn_instances` has (instance, sampled
     tokens) for each run of turns of one instance, in a response of several turns.
 
+    `routes` are those of its tokens but the last, as the instance that finished it computed them, where
+    `train.router_replay` asks for them; the prompt's are `prompt_routes` of the group's first response.
+
     Tokens and log-probs given as other sequences become arrays.
     """
 
@@ -105,6 +108,8 @@ class Response:
     observed: tuple[tuple[int, int], ...] = ()
     prompt_ids: TokenIds | None = None
     turn_instances: tuple[tuple[str, int], ...] = ()
+    routes: ExpertIds | None = None
+    prompt_routes: ExpertIds | None = None
 
     def __post_init__(self) -> None:
         if type(self.token_ids) is not TokenIds:

@@ -101,9 +101,10 @@ class BatchRollout:
                         break
                     arrived = given.get_nowait()
             if groups:
-                headers, tokens, logprobs = self.pack(groups)
-                message = {"groups": headers, "token_bytes": tokens.nbytes}
-                yield message, [tokens.data.cast("B"), logprobs.data.cast("B")]
+                headers, tokens, logprobs, routes = self.pack(groups)
+                parts = [array.data.cast("B") for array in (tokens, logprobs, routes) if array.nbytes]
+                message = {"groups": headers, "bytes": [tokens.nbytes, logprobs.nbytes, routes.nbytes]}
+                yield message, parts
             if not isinstance(arrived, Group):
                 yield arrived, []
                 if "failed" in arrived:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -263,9 +264,11 @@ class RemoteRun(AbstractContextManager["RemoteRun"]):
 
     def _note(self, message: Mapping[str, Any], body: bytes) -> None:
         match message:
-            case {"groups": headers, "token_bytes": num_bytes}:
+            case {"groups": headers, "bytes": sizes}:
                 offset_s = self._connection.clock_offset_s
-                for group in unpack(headers, body[:num_bytes], body[num_bytes:]):
+                ends = list(accumulate(sizes))
+                parts = [body[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+                for group in unpack(headers, *parts):
                     if offset_s:
                         started_s, finished_s = group.started_s + offset_s, group.finished_s + offset_s
                         group = replace(group, started_s=started_s, finished_s=finished_s)

@@ -7,7 +7,7 @@ clock and the host. Then, in frames of `frames.py`:
                          meanwhile the same in the other direction
     rollouts, a replica  {"start": iteration}, of the first replica with "version", "first_reserve" and "mini_batches":
                             [[[index, prompt id], ...], ...]
-                         -> {"groups": headers, "token_bytes"}, then both arrays ... {"complete": number of the
+                         -> {"groups": headers, "bytes": of each array}, then these ... {"complete": number of the
                             mini-batch} | {"failed": error, "index": of its prompt, or NO_PROMPT}
                          {"begin": [index, ...]}: trains these now, or waits;  {"cancel": [index, ...]}
                          {"leave": waits} -> {"left": null}; that of the first replica ends the batch

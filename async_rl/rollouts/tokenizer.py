@@ -4,7 +4,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,6 +14,7 @@ from async_rl.errors import ConfigError
 from async_rl.rollouts.data.prompts import Tokenizer
 from async_rl.rollouts.instance.model_tokens import ModelTokens
 from async_rl.shared.end_tokens import EndTokens
+from async_rl.shared.protocol.routed_experts import RouteShape
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,15 @@ def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelT
     def text_of(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    return cast(Tokenizer, tokenizer), ModelTokens(config["vocab_size"], ends.ids, text_of)
+    return cast(Tokenizer, tokenizer), ModelTokens(config["vocab_size"], ends.ids, text_of, _routes_of(config))
+
+
+def _routes_of(config: Mapping[str, Any]) -> RouteShape | None:
+    """Of the experts of a model with this config.json; None without any."""
+    counts = (config.get(name) for name in ("num_experts", "n_routed_experts", "num_local_experts"))
+    if (num_experts := next(filter(None, counts), None)) is None:
+        return None
+    return RouteShape(config["num_hidden_layers"], config["num_experts_per_tok"], num_experts)
 
 
 @contextmanager

@@ -120,6 +120,8 @@ def add(app: FastAPI, engine: Engine, codec: TextCodec | None, model_name: str) 
     @app.post(routes.COMPLETIONS)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         check_model(body.model)
+        if body.routed_experts:
+            raise RequestRefused(f"completions do not report experts: ask {routes.GENERATE}", "routed_experts")
         request_id = f"cmpl-{_request_id(request, body.request_id)}"
         prompts = _prompts(body, codec)
         if body.stream:

@@ -6,6 +6,7 @@ much as sampling the tokens.
 
 import time
 from array import array
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
@@ -14,6 +15,7 @@ from typing_extensions import TypedDict
 
 from async_rl.shared.protocol import token_frames
 from async_rl.shared.protocol.inference import SamplingParams, Usage
+from async_rl.shared.protocol.routed_experts import to_npy
 from inference_service.engine_interface import Choice, Sample
 
 LOWEST_LOGPROB: Final = -9999.0
@@ -67,7 +69,11 @@ class GenerateChunks:
         samples = [sample for choice in deltas.values() for sample in choice.samples]
         choices = [
             token_frames.FramedChoice(
-                index, len(choice.samples), choice.finish_reason, self._framed_spans(index, choice)
+                index,
+                len(choice.samples),
+                choice.finish_reason,
+                self._framed_spans(index, choice),
+                None if choice.routes is None else memoryview(to_npy(choice.routes)),
             )
             for index, choice in deltas.items()
         ]
@@ -126,7 +132,7 @@ def _generate_choice(index: int, choice: Choice, num_top: int | None, spans: lis
                 for sample in choice.samples
             ]
         }
-    return {
+    body: dict[str, Any] = {
         "index": index,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
@@ -134,3 +140,6 @@ def _generate_choice(index: int, choice: Choice, num_top: int | None, spans: lis
         "logprobs": logprobs,
         "weight_versions": spans,
     }
+    if choice.routes is not None:
+        body["routed_experts"] = b64encode(to_npy(choice.routes)).decode()
+    return body

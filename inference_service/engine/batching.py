@@ -58,6 +58,7 @@ class Batching:
             model.device,
             size.max_tokens,
             kernels.width,
+            self._step.routes.width,
         )
         self._schedule = Schedule(self._store, size.max_concurrency, size.prefill_tokens, kernels.is_exact)
         self._live: set[Sequence] = set()
@@ -77,6 +78,11 @@ class Batching:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join(timeout_s)
+
+    @property
+    def has_routes(self) -> bool:
+        """Whether the model has experts, and so routes to report."""
+        return self._step.routes.shape is not None
 
     @property
     def cache_usage(self) -> float:
@@ -189,6 +195,8 @@ class Batching:
                 sequence.samples.append(sample)
                 sampled.append(sequence)
                 if sequence.natural_end is not None:
+                    if sequence.params.routed_experts:
+                        sequence.routes = self._step.routes.of(run)
                     ended.append(run)
             self._live.difference_update(run.sequence for run in ended)
         self.num_sampled += len(sampled)

@@ -66,6 +66,8 @@ def plan_cache(
     # The CPU's attention computes in float32.
     dtype = torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
     bytes_per_token = 2 * num_kv_heads * head_dim * config.num_hidden_layers * dtype.itemsize
+    # The experts of each layer, in two bytes each.
+    bytes_per_token += 2 * config.num_hidden_layers * (getattr(config, "num_experts_per_tok", None) or 0)
     # Prompt and response, and the response's next place while it moves.
     max_width = width(max_model_len)
     needed = max(CAPACITY_FACTOR * 2 * max_width, 2 * MIN_CAPACITY)

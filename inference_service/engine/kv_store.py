@@ -4,11 +4,14 @@ A segment is a run of tokens whose keys and values lie together: a prompt that r
 response. A shelf holds the segments of one capacity (powers of two) one after the other, without gaps and those in use
 first: segments change their slots for that, and one that outgrows its shelf moves to the next.
 
-Shapes: N slots, K key-value heads, C capacity, D head size.
+Of a model with experts also those that each token was sent to.
+
+Shapes: N slots, K key-value heads, C capacity, D head size, W layers times chosen experts.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
 import torch
@@ -35,12 +38,16 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Shelf:
-    """The segments of one capacity; `keys` and `values` are [N, K, C, D] per layer, and the first slots are taken."""
+    """The segments of one capacity; `keys` and `values` are [N, K, C, D] per layer, and the first slots are taken.
+
+    `routes` is [N, 1, C, W], int16, or nothing for a dense model.
+    """
 
     capacity: int
     is_shared: bool
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
+    routes: list[torch.Tensor]
     places: list[Place] = field(default_factory=list)
     num_in_use: int = 0
 
@@ -48,15 +55,20 @@ class Shelf:
     def num_slots(self) -> int:
         return self.keys[0].shape[0]
 
+    @property
+    def tensors(self) -> tuple[list[torch.Tensor], ...]:
+        """All that it has of its tokens; the third dimension of each is that of the tokens."""
+        return self.keys, self.values, self.routes
+
     def resize(self, num_slots: int) -> None:
-        for tensors in (self.keys, self.values):
+        for tensors in self.tensors:
             for layer, old in enumerate(tensors):
                 # What is masked must be finite all the same.
                 tensors[layer] = old.new_zeros((num_slots, *old.shape[1:]))
                 tensors[layer][: len(self.places)] = old[: len(self.places)]
 
     def copy(self, slot: int, target: "Shelf", target_slot: int) -> None:
-        for mine, other in ((self.keys, target.keys), (self.values, target.values)):
+        for mine, other in zip(self.tensors, target.tensors, strict=True):
             for old, new in zip(mine, other, strict=True):
                 new[target_slot, :, : self.capacity] = old[slot]
 
@@ -65,7 +77,7 @@ class Shelf:
         other = self.places[slot]
         if other is place:
             return
-        for tensor in (*self.keys, *self.values):
+        for tensor in chain(*self.tensors):
             tensor[[place.slot, slot]] = tensor[[slot, place.slot]]
         self.places[place.slot], self.places[slot] = other, place
         place.slot, other.slot = slot, place.slot
@@ -83,10 +95,12 @@ class KVStore:
         device: torch.device,
         max_tokens: int,
         width: Callable[[int], int] = int,
+        num_routes: int = 0,
     ) -> None:
-        """`width`: the number of keys that attention over some number of them reads."""
+        """`width`: the number of keys that attention over some number of them reads. `num_routes`: W."""
         self._width = width
         self._num_layers = num_layers
+        self._num_routes = num_routes
         self.max_tokens = max_tokens
         self.generation = 0
         """Changes whenever a segment gets another place, or is freed."""
@@ -149,7 +163,7 @@ class KVStore:
             NoRoom: the store is full; the place is unchanged.
         """
         self.reserve(place, num_tokens + len(rows))
-        for mine, others in ((place.shelf.keys, source.shelf.keys), (place.shelf.values, source.shelf.values)):
+        for mine, others in zip(place.shelf.tensors, source.shelf.tensors, strict=True):
             for new, old in zip(mine, others, strict=True):
                 new[place.slot, :, num_tokens : num_tokens + len(rows)] = old[source.slot, :, rows.start : rows.stop]
 
@@ -167,8 +181,8 @@ class KVStore:
     def clear(self) -> None:
         """Frees all places, and their memory at once: shelves and places refer to each other."""
         for shelf in self._shelves.values():
-            shelf.keys.clear()
-            shelf.values.clear()
+            for tensors in shelf.tensors:
+                tensors.clear()
         self._shelves.clear()
         self.generation += 1
 
@@ -183,7 +197,9 @@ class KVStore:
                 ]
                 for _ in range(2)
             )
-            self._shelves[is_shared, capacity] = Shelf(capacity, is_shared, keys, values)
+            routes = [torch.empty((0, 1, capacity, self._num_routes), dtype=torch.int16, device=self._device)]
+            routes = routes if self._num_routes else []
+            self._shelves[is_shared, capacity] = Shelf(capacity, is_shared, keys, values, routes)
         return self._shelves[is_shared, capacity]
 
     def _grow(self, shelf: Shelf) -> None:

@@ -6,6 +6,9 @@ A streaming request has deltas, which `take_delta` returns once each: with a seq
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
 
 from async_rl.shared.protocol.inference import SamplingParams
 from inference_service.engine.stop_texts import StopTexts
@@ -32,6 +35,8 @@ class Sequence:
     due_at: int | None = None
     """Number of samples at which the next delta is due; None if the sequence is not streamed, or all of it was sent."""
     num_sent: int = 0
+    routes: npt.NDArray[Any] | None = None
+    """Of prompt and response but its last token, when it has ended, if the request asks for them."""
 
     def token_ids(self) -> list[int]:
         """Prompt and response so far: the tokens to be computed again after the cache was emptied."""
@@ -105,7 +110,7 @@ class Sequence:
         samples = tuple(self.samples[start:stop])
         last = self.samples[-1].token_id if self.samples else None
         own_stop = reason == "stop" and last in self.params.stop_token_ids
-        return Choice(samples, reason, last if own_stop else None)
+        return Choice(samples, reason, last if own_stop else None, self.routes if reason is not None else None)
 
 
 @dataclass(slots=True, eq=False)

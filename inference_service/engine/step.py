@@ -14,6 +14,7 @@ from inference_service.engine import attention
 from inference_service.engine.kernels import FASTEST, Kernels
 from inference_service.engine.kv_store import Place
 from inference_service.engine.parts import SharedPart, Span, StepParts, own_parts, place_of, shared_parts
+from inference_service.engine.routes import Routes
 from inference_service.engine.schedule import Fed, Run, Work
 from inference_service.engine.segments import Link, Segment
 
@@ -89,6 +90,7 @@ class ModelStep:
         self._model = model
         self._device = model.device
         self._shared: tuple[object, list[SharedPart]] = (None, [])
+        self.routes = Routes(model)
 
     def __call__(self, work: Work, generation: int) -> Drawing:
         """Computes the work, and notes what is done; `generation` is the store's."""
@@ -125,6 +127,7 @@ class ModelStep:
             use_cache=False,
             logits_to_keep=torch.tensor(kept, dtype=torch.long, device=self._device),
         ).logits[0]
+        self.routes.keep(parts)
         for run in decoding:
             run.num_fed += 1
         for fed in work.fed:

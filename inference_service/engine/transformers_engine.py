@@ -87,7 +87,6 @@ class TransformersEngine:
     def __init__(
         self, loaded: LoadedModel, size: CacheSize, max_model_len: int, mode: LogprobsMode, kernels: Kernels = FASTEST
     ) -> None:
-        self._limits = Limits(max_model_len, int(loaded.model.config.vocab_size))
         self._eos_ids = loaded.eos_ids
         self._codec = loaded.codec
         self._requests: set[Request] = set()
@@ -95,6 +94,7 @@ class TransformersEngine:
         self._batching = Batching(
             loaded.model, size, mode, self._waker.note_step, self._post_finished, self._post_failed, kernels
         )
+        self._limits = Limits(max_model_len, int(loaded.model.config.vocab_size), self._batching.has_routes)
         self._device = loaded.model.device
         self._update = WeightUpdate(loaded.model)
         self._paused = self._update.is_sleeping

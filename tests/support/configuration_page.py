@@ -77,7 +77,7 @@ WHEN_TUNING = {
     "algorithm": "clip_low clip_high normalize scale_by_std kl_coef kl_estimator kl_in entropy_coef mask_truncated "
     "overlong_tokens old_policy importance teacher teacher_coef",
     "optimizer": "schedule min_learning_rate_ratio warmup_iterations weight_decay clip_grad_norm",
-    "train": "steps_per_batch mode order exact",
+    "train": "steps_per_batch mode order exact router_replay",
     "trainer": "tensor_parallel context_parallel pipeline_parallel virtual_pipeline_parallel expert_parallel recompute "
     "micro_batch_tokens frozen_weights",
     "checkpoint": "keep",

@@ -42,6 +42,8 @@ class SharedPromptParams(PackedSeqParams):
     unrotated_layers: frozenset[int] = frozenset()
     query_scale_T11: torch.Tensor | None = None
     delta_plan: DeltaPlan | None = None
+    routes_TW: torch.Tensor | None = None
+    """`Rows.routes_TW`, for the layers with experts."""
     qkv_format: str = "sbhd"
 
     def kept(self, layer: int, name: str) -> torch.Tensor:

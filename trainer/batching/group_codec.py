@@ -1,4 +1,4 @@
-"""Groups as a JSON header and two tensors, which ranks broadcast: `async_rl.method.group_codec` as tensors."""
+"""Groups as a JSON header and three tensors, which ranks broadcast: `async_rl.method.group_codec` as tensors."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,22 +10,29 @@ from async_rl.method.group_codec import Header
 from async_rl.method.token_arrays import Logprobs, TokenIds
 from async_rl.method.types import Group
 
-
-def pack_groups(groups: Sequence[Group]) -> tuple[list[Header], torch.Tensor, torch.Tensor]:
-    """(header per group, token ids int32 [T], rollout log-probs float32 [N]); texts and rows are left out."""
-    headers, tokens, logprobs = group_codec.pack(groups)
-    return headers, torch.from_numpy(tokens), torch.from_numpy(logprobs)
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Token ids int32 [T], rollout log-probs float32 [N], and the bytes of routes, uint8 [2 R]: few ranks send uint16."""
 
 
-def empty_tensors(headers: Sequence[Header]) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_groups(groups: Sequence[Group]) -> tuple[list[Header], Tensors]:
+    """(Header per group, all of their values); texts and rows are left out."""
+    headers, tokens, logprobs, routes = group_codec.pack(groups)
+    return headers, (torch.from_numpy(tokens), torch.from_numpy(logprobs), torch.from_numpy(routes.view(np.uint8)))
+
+
+def empty_tensors(headers: Sequence[Header]) -> Tensors:
     """Empty tensors of the sizes that `headers` describe, to receive into."""
-    num_tokens, num_logprobs = group_codec.sizes(headers)
-    return torch.empty(num_tokens, dtype=torch.int32), torch.empty(num_logprobs, dtype=torch.float32)
+    num_tokens, num_logprobs, num_routes = group_codec.sizes(headers)
+    return (
+        torch.empty(num_tokens, dtype=torch.int32),
+        torch.empty(num_logprobs, dtype=torch.float32),
+        torch.empty(group_codec.EXPERT.itemsize * num_routes, dtype=torch.uint8),
+    )
 
 
-def unpack_groups(headers: Sequence[Header], tokens: torch.Tensor, logprobs: torch.Tensor) -> list[Group]:
+def unpack_groups(headers: Sequence[Header], tensors: Tensors) -> list[Group]:
     """The groups that `pack_groups` packed."""
-    return group_codec.unpack(headers, tokens.numpy(), logprobs.numpy())
+    return group_codec.unpack(headers, *(tensor.numpy() for tensor in tensors))
 
 
 def joined_tensor(parts: Iterable[TokenIds] | Iterable[Logprobs], dtype: torch.dtype) -> torch.Tensor:

@@ -72,13 +72,13 @@ class GroupFeed:
             tensors = empty_tensors(header["groups"])
             for tensor in tensors:
                 self._broadcast(tensor)
-            groups = iter(unpack_groups(header["groups"], *tensors))
+            groups = iter(unpack_groups(header["groups"], tensors))
             yield [[next(groups) for _ in range(size)] for size in header["sizes"]]
 
     def _send(self, window: Window) -> None:
         if not self._has_followers:
             return
-        headers, *tensors = pack_groups([group for groups in window for group in groups])
+        headers, tensors = pack_groups([group for groups in window for group in groups])
         self._send_header({"sizes": [len(groups) for groups in window], "groups": headers})
         if window:
             for tensor in tensors:
@@ -89,7 +89,8 @@ class GroupFeed:
             self._parallel.broadcast_json(header, self._leader, self._replica)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        dist.broadcast(tensor, self._leader, group=self._replica)
+        if tensor.numel():
+            dist.broadcast(tensor, self._leader, group=self._replica)
 
     def _with_expert_peers(self, windows: Iterator[Window]) -> Iterator[Window]:
         while True:

@@ -8,15 +8,17 @@ only: they are no labels, and the rows before them have no logits.
 Context-parallel ranks lay out the same micro-batch, and have a run of its rows each, with the labels that these give.
 
 Shape legend: T fed rows of this rank, S key / value rows, P prompt tokens, G responses, N sampled tokens (labels) of
-this rank, R its rows with logits.
+this rank, R its rows with logits, W layers times chosen experts.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
+from async_rl.method.token_arrays import ExpertIds
 from trainer.attention.segments import Segments
 from trainer.batching.group_slice import GroupSlice
 from trainer.devices.attention_part import Part
@@ -50,11 +52,16 @@ WHOLE = RowShare()
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The decoder's input: int64 tokens_T and positions_T, and which rows, of all ranks, attend to which."""
+    """The decoder's input: int64 tokens_T and positions_T, and which rows, of all ranks, attend to which.
+
+    `routes_TW`, int16, are the experts that the sampler chose for each row, of all layers one after the other
+    (arXiv 2510.11370), where it has reported them.
+    """
 
     tokens_T: torch.Tensor
     positions_T: torch.Tensor
     segments: Segments
+    routes_TW: torch.Tensor | None = None
 
 
 JUDGED_EVERY = 4
@@ -130,16 +137,21 @@ def make_micro_batch(slices: Sequence[GroupSlice], device: torch.device, share: 
     )
     own = share.of(segments.num_rows)
     labels = _own_labels(_labels(slices, prompt_ends, first_rows), own, own.start)
-    return _micro_batch(slices, _own_rows(tokens, positions, padding, own), segments, labels, device, share)
+    routes = [*map(_prompt_routes, ordered), *(response.routes for part in ordered for response in part.responses)]
+    routes_TW = _routes(routes, len(tokens), padding, own, device)
+    rows = _own_rows(tokens, positions, padding, own)
+    return _micro_batch(slices, rows, segments, labels, routes_TW, device, share)
 
 
-def make_prompt_rows(prompt: Sequence[int], device: torch.device, share: RowShare = WHOLE) -> Rows:
+def make_prompt_rows(whole: GroupSlice, device: torch.device, share: RowShare = WHOLE) -> Rows:
     """A prompt alone: the first of the two stages of a slice that is too long for one micro-batch."""
+    prompt = whole.prompt
     num_prompt, padding = len(prompt), share.padding(len(prompt))
     lens = [num_prompt, padding] if padding else [num_prompt]
     own = share.of(num_prompt + padding)
     tokens_T, positions_T = _integers(_own_rows([*prompt], [*range(num_prompt)], padding, own), device)
-    return Rows(tokens_T, positions_T, Segments(_self_part(lens, device), None))
+    routes_TW = _routes([_prompt_routes(whole)], num_prompt, padding, own, device)
+    return Rows(tokens_T, positions_T, Segments(_self_part(lens, device), None), routes_TW)
 
 
 def last_prompt_row(num_prompt: int, share: RowShare = WHOLE) -> tuple[int, bool]:
@@ -169,7 +181,9 @@ def make_micro_group(part: GroupSlice, device: torch.device, share: RowShare = W
     _, has_prompt = last_prompt_row(num_prompt, share)
     numbered = range(own.start + 1, own.stop + 1)
     labels = _own_labels(_labels([part], {id(part): 1}, {id(part): 1}), numbered, own.start, has_first=has_prompt)
-    return _micro_batch([part], _own_rows(tokens, positions, padding, own), segments, labels, device, share)
+    routes_TW = _routes([response.routes for response in part.responses], len(tokens), padding, own, device)
+    rows = _own_rows(tokens, positions, padding, own)
+    return _micro_batch([part], rows, segments, labels, routes_TW, device, share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,11 +239,33 @@ def _own_labels(whole: _LabelLists, own: range, shift: int, *, has_first: bool =
     )
 
 
+def _prompt_routes(part: GroupSlice) -> ExpertIds | None:
+    """The group's first response has them: they are computed once."""
+    return part.group.responses[0].prompt_routes
+
+
+def _routes(
+    parts: Sequence[ExpertIds | None], num_rows: int, padding: int, own: range, device: torch.device
+) -> torch.Tensor | None:
+    """The routes of this rank's rows `own` among so many, which padding follows: it has those of the first row. None
+    without any."""
+    known = [part for part in parts if part is not None]
+    assert len(known) in (0, len(parts)), f"{len(known)} of {len(parts)} prompts and responses have routes"
+    flat = np.frombuffer(ExpertIds.joined(known).buffer, np.int16)
+    if not len(flat):
+        return None
+    assert len(flat) % num_rows == 0, f"{len(flat)} routes of {num_rows} rows"
+    routes_TW = torch.from_numpy(flat.reshape(num_rows, -1).copy())
+    whole_TW = torch.cat([routes_TW, routes_TW[:1].expand(padding, -1)])
+    return to_device(whole_TW[own.start : own.stop].contiguous(), device)
+
+
 def _micro_batch(
     slices: Sequence[GroupSlice],
     rows: tuple[list[int], list[int]],
     segments: Segments,
     labels: _LabelLists,
+    routes_TW: torch.Tensor | None,
     device: torch.device,
     share: RowShare,
 ) -> MicroBatch:
@@ -241,7 +277,7 @@ def _micro_batch(
     logit_rows_R, label_rows_N, labels_N, lengths_G, rollout_lengths_G = of_labels
     return MicroBatch(
         tuple(slices),
-        Rows(tokens_T, positions_T, segments),
+        Rows(tokens_T, positions_T, segments, routes_TW),
         Labels(
             logit_rows_R,
             label_rows_N,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -29,8 +30,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from async_rl.shared.model_shape import Experts
+from trainer.attention.core_attention import SharedPromptParams
 from trainer.devices.host_copies import to_device
 from trainer.devices.layer_ops import LayerOps
 
@@ -131,9 +134,25 @@ class Router(TopKRouter):
     tie must be routed to the same experts here.
     """
 
+    given_Tk: torch.Tensor | None = None
+    """The experts of each row, if they are given: weights, and so gradients, are the router's own even then."""
+
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[T, 1, H] -> [T, 1, E] for T rows, hidden size H and E experts."""
         return F.linear(input, self.weight)
+
+    def forward(self, input: torch.Tensor, padding_mask: None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, 1, H] -> (weights of the chosen experts, 0 for others; which are chosen), [T, E] each."""
+        if self.given_Tk is None:
+            chosen: tuple[torch.Tensor, torch.Tensor] = super().forward(input, padding_mask)
+            return chosen
+        logits_TE = self.gating(input)[:, 0]
+        if self.config.moe_router_pre_softmax:
+            weights_Tk = logits_TE.softmax(-1, dtype=torch.float32).gather(1, self.given_Tk)
+        else:
+            weights_Tk = logits_TE.gather(1, self.given_Tk).softmax(-1, dtype=torch.float32)
+        weights_TE = torch.zeros_like(logits_TE).scatter(1, self.given_Tk, weights_Tk.type_as(logits_TE))
+        return weights_TE, torch.zeros_like(logits_TE, dtype=torch.bool).scatter(1, self.given_Tk, True)
 
 
 class BiasedRouter(Router):
@@ -152,7 +171,7 @@ class BiasedRouter(Router):
         """[T, 1, H] -> (weights of the chosen experts, 0 for others; which are chosen), [T, E] each."""
         hidden_TH, experts, wide = input[:, 0], self._experts, torch.promote_types(input.dtype, torch.float32)
         scores_TE = F.linear(hidden_TH.to(wide), self.weight.to(wide)).sigmoid()
-        chosen_Tk = self._chosen(scores_TE.detach())
+        chosen_Tk = self._chosen(scores_TE.detach()) if self.given_Tk is None else self.given_Tk
         weights_Tk = scores_TE.gather(1, chosen_Tk)
         if experts.renormalized:
             weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
@@ -173,6 +192,57 @@ class BiasedRouter(Router):
         return ranked_TE.topk(self._experts.top_k, dim=-1).indices
 
 
+class ReplayingExperts(MoELayer):
+    """A layer's experts that take the rows' routes with them into the pass that computes them again: by then the layer
+    may have run another micro-batch."""
+
+    given_Tk: torch.Tensor | None = None
+    """Of the next pass: see `Router`."""
+    computes_again: bool = False
+
+    def forward(
+        self, hidden_T1H: torch.Tensor, intermediate_tensors: None = None, padding_mask: None = None
+    ) -> tuple[torch.Tensor, None]:
+        given_Tk = self.given_Tk
+
+        def run(hidden_T1H: torch.Tensor) -> tuple[torch.Tensor, None]:
+            self.router.given_Tk = given_Tk
+            out: tuple[torch.Tensor, None] = MoELayer.forward(self, hidden_T1H)
+            return out
+
+        made: tuple[torch.Tensor, None] = (
+            tensor_parallel.checkpoint(run, False, hidden_T1H) if self.computes_again else run(hidden_T1H)
+        )
+        return made
+
+
+class ReplayingLayer(TransformerLayer):
+    """Hands the routes of a micro-batch to the layer's experts, also where the whole layer is computed again."""
+
+    def forward(self, *args: Any, packed_seq_params: SharedPromptParams, **options: Any) -> Any:
+        self.mlp.given_Tk = self._routes(packed_seq_params.routes_TW)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
+
+    def _routes(self, routes_TW: torch.Tensor | None) -> torch.Tensor | None:
+        """This layer's, of this rank's rows."""
+        if routes_TW is None:
+            return None
+        num_chosen, parallel = self.config.moe_router_topk, self.config.tensor_model_parallel_size
+        share = len(routes_TW) // parallel
+        first_row = share * parallel_state.get_tensor_model_parallel_rank()
+        first = num_chosen * (self.layer_number - 1)
+        return routes_TW[first_row : first_row + share, first : first + num_chosen].long()
+
+
+def keep_routes(model: torch.nn.Module) -> None:
+    """Makes every layer's experts `ReplayingExperts`, in place: Megatron builds its own class only."""
+    for layer in model.modules():
+        if type(layer) is MoELayer:
+            layer.__class__ = ReplayingExperts
+            layer.computes_again = bool(layer.moe_layer_recompute)  # type: ignore[assignment]
+            layer.moe_layer_recompute = False  # type: ignore[assignment]
+
+
 def keep_biases_wide(model: torch.nn.Module) -> None:
     """Makes the biases of routers float32 again after the model was cast."""
     for module in model.modules():
@@ -181,7 +251,8 @@ def keep_biases_wide(model: torch.nn.Module) -> None:
 
 
 def use_router(layer: ModuleSpec, experts: Experts) -> None:
-    """Sets the router in the spec of a layer with experts, in place."""
+    """Sets the router in the spec of a layer with experts, and what hands it routes, in place."""
+    layer.module = ReplayingLayer
     router = Router if experts.grouping is None else partial(BiasedRouter, experts=experts)
     layer.submodules.mlp.submodules.router = router
 

@@ -39,7 +39,14 @@ from trainer.attention.segments import Segments
 from trainer.attention.shared_attention import checked_kernel
 from trainer.batching.shared_prompt import Labels, MicroBatch, Rows
 from trainer.devices.layer_ops import LayerOps
-from trainer.model.experts import keep_biases_wide, keep_rows_local, moe_options, use_router, use_stacked_experts
+from trainer.model.experts import (
+    keep_biases_wide,
+    keep_routes,
+    keep_rows_local,
+    moe_options,
+    use_router,
+    use_stacked_experts,
+)
 from trainer.model.layer_spec import (
     RMSNorm,
     norm_spec,
@@ -87,12 +94,15 @@ class SharedPromptGPT(GPTModel):
             frequencies, self._angle_scale = scaled_frequencies(shape.rope, shape.rope_theta, shape.rotary_dim)
             self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
         keep_rows_local(self)
+        keep_routes(self)
         self.shape = shape
         self.parallel = parallel
         self.row_sharers = parallel_state.get_context_parallel_group() if parallel.cp_size > 1 else None
         """The context-parallel ranks, which have other rows of the same micro-batches; None for one."""
         self.other_head: torch.Tensor | None = None
         """Replaces a tied head while it is set; of the same shape."""
+        self.replays = False
+        """Whether experts are those of `Rows.routes_TW`, where rows have them."""
         self._ops = parallel.device.LAYER_OPS
         self.kernel = checked_kernel(
             parallel.device,
@@ -139,6 +149,7 @@ class SharedPromptGPT(GPTModel):
             query_scale_T11=self._query_scale(rows.positions_T),
             cp_group=self.row_sharers,
             delta_plan=self._delta_plan(rows.segments, cache),
+            routes_TW=rows.routes_TW if self.replays else None,
         )
         out_T1H: torch.Tensor = self.decoder(
             hidden_states=hidden_T1H, attention_mask=None, rotary_pos_emb=None, packed_seq_params=params

@@ -44,7 +44,7 @@ class FrozenAdapters:
         try:
             with torch.no_grad():
                 if self._kept is None:
-                    with without_adapters(self._model):
+                    with without_adapters(self._model), _own_routes(self._model):
                         yield self._model
                 else:
                     yield self._model
@@ -61,6 +61,19 @@ class FrozenAdapters:
             if name in kept:
                 parameter.data = kept[name]
         return swapped
+
+
+@contextmanager
+def _own_routes(model: RankModel) -> Iterator[None]:
+    """In its body the model chooses its experts itself: the base is not what rollouts were sampled from."""
+    replays = model.chunks[0].replays
+    for chunk in model.chunks:
+        chunk.replays = False
+    try:
+        yield
+    finally:
+        for chunk in model.chunks:
+            chunk.replays = replays
 
 
 def _trained(model: RankModel) -> dict[str, torch.nn.Parameter]:

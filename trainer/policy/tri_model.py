@@ -69,12 +69,14 @@ def load_tri_model(
     needs_old: bool,
     needs_reference: bool,
     teacher: str | None = None,
+    replays: bool = False,
 ) -> TriModel:
     """Loads all models from the same checkpoint, since training starts from the reference; but for the teacher.
 
     With adapters old policy and reference share the policy's weights: the reference is the base.
 
     Args:
+        replays: policy and old policy, which stand for the sampler, take its routes; the others choose their own.
         teacher: checkpoint of a frozen model with the same vocabulary.
 
     Raises:
@@ -85,11 +87,16 @@ def load_tri_model(
     if adapter.is_given:
         start_adapters(policy, adapter)
 
+    for chunk in policy.chunks:
+        chunk.replays = replays
+
     def frozen_copy(*, is_base: bool) -> Frozen:
         if adapter.is_given:
             return FrozenAdapters(policy, keeps=not is_base)
         model = build_model(shape, dtype, parallel, section)
         model.load_state_dict(policy.state_dict())
+        for chunk in model.chunks:
+            chunk.replays = replays and not is_base
         return FrozenModel(model, section.frozen_weights, parallel.device.DEVICE)
 
     def load_teacher() -> FrozenModel:

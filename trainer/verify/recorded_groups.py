@@ -16,7 +16,7 @@ from async_rl.method.types import Batch, Group, Prompt, WeightVersion
 from trainer.batching.group_codec import pack_groups, unpack_groups
 from trainer.hf.checkpoint import save_tensors
 
-TOKENS, LOGPROBS = "tokens", "logprobs"
+NAMES = ("tokens", "logprobs", "routes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class RecordedShare:
 
 def write_share(directory: Path, replica: int, batch: Batch, version: WeightVersion, groups: Sequence[Group]) -> None:
     """Writes what a replica trained of a batch."""
-    headers, tokens, logprobs = pack_groups(groups)
+    headers, tensors = pack_groups(groups)
     prompt_ids = {index: prompt.prompt_id for index, prompt in batch.prompts.items()}
     about = {"version": version, "prompt_ids": prompt_ids, "groups": headers}
     directory.mkdir(parents=True, exist_ok=True)
     save_tensors(
-        {TOKENS: tokens, LOGPROBS: logprobs},
+        dict(zip(NAMES, tensors, strict=True)),
         _path(directory, batch.iteration, replica),
         {name: json.dumps(value) for name, value in about.items()},
     )
@@ -45,7 +45,8 @@ def read_share(directory: Path, iteration: int, replica: int) -> RecordedShare:
     """What a replica trained of a batch, as it was written."""
     with safe_open(_path(directory, iteration, replica), framework="pt") as file:
         about = {name: json.loads(text) for name, text in file.metadata().items()}
-        groups = unpack_groups(about["groups"], file.get_tensor(TOKENS), file.get_tensor(LOGPROBS))
+        tokens, logprobs, routes = map(file.get_tensor, NAMES)
+        groups = unpack_groups(about["groups"], (tokens, logprobs, routes))
     return RecordedShare(about["version"], {int(i): name for i, name in about["prompt_ids"].items()}, groups)
 
 

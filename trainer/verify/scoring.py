@@ -87,6 +87,8 @@ class Scorer:
         policy = self._megatron.models.policy_model
         other = torch.float32 if self._config.model.dtype == "bfloat16" else torch.bfloat16
         copy = build_model(policy.shape, other, self._parallel, self._config.trainer)
+        for own_chunk, chunk in zip(copy.chunks, policy.chunks, strict=True):
+            own_chunk.replays = chunk.replays
         with torch.no_grad():
             sources, adapters = base_parameters(policy) | dict(policy.named_buffers()), adapters_of(policy)
             for name, own in (*copy.named_parameters(), *copy.named_buffers()):
@@ -97,11 +99,12 @@ class Scorer:
 
     def _chosen(self, groups: Sequence[Group]) -> dict[str, list[Group]]:
         """For each instance some groups that it sampled alone, of all replicas."""
-        headers, tokens, logprobs = pack_groups(some_of_each(groups))
-        gathered = self._parallel.gather_json([headers, tokens.tolist(), logprobs.tolist()])
+        headers, tensors = pack_groups(some_of_each(groups))
+        gathered = self._parallel.gather_json([headers, *(tensor.tolist() for tensor in tensors)])
         by_instance: dict[str, list[Group]] = {}
-        for its_headers, its_tokens, its_logprobs in gathered:
-            for group in unpack(its_headers, TokenIds(its_tokens).buffer, Logprobs(its_logprobs).buffer):
+        for its_headers, its_tokens, its_logprobs, its_routes in gathered:
+            values = TokenIds(its_tokens).buffer, Logprobs(its_logprobs).buffer, bytes(its_routes)
+            for group in unpack(its_headers, *values):
                 url = _sampler(group)
                 assert url is not None, "only groups of one instance are chosen"
                 by_instance.setdefault(url, []).append(group)

@@ -43,6 +43,10 @@ PREFILL_TOKENS = 512
 """As in `inference_service/engine/cache_size.py`."""
 
 
+ROUTE_BYTES = 2
+"""Of the number of an expert."""
+
+
 def instance_memory(config: Config, model: ModelShape) -> ProcessMemory:
     """The peak of one instance, per worker where inference.tensor_parallel is above 1."""
     if config.inference.engine == "vllm":
@@ -53,13 +57,15 @@ def instance_memory(config: Config, model: ModelShape) -> ProcessMemory:
     # The CPU's attention computes in float32.
     width = WIDE_BYTES if device == "cpu" else WEIGHT_BYTES[config.model.dtype]
     tokens = store_tokens(config)
+    # Beside keys and values the embedded engine keeps which experts each token was sent to.
+    routes = ROUTE_BYTES * model.num_layers * model.experts.top_k if model.experts is not None else 0
     base_reason = "interpreter and libraries, as measured" if device == "cpu" else "context, assumed"
     resident = [
         MemoryPart(BASE, BASE_BYTES[device], base_reason),
         MemoryPart("weights", weights, f"{model.num_parameters:,} parameters, {config.model.dtype}"),
         MemoryPart(
             "KV cache",
-            tokens * model.kv_values_per_token * width,
+            tokens * (model.kv_values_per_token * width + routes),
             f"room for {tokens:,} tokens: {running} responses of full length at once",
         ),
     ]

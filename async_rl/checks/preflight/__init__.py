@@ -19,6 +19,7 @@ from async_rl.checks.preflight.model import (
     require_exact,
     require_fit,
     require_other_models,
+    require_router_replay,
     require_tokens,
     require_trainable,
 )
@@ -123,6 +124,7 @@ def _require_model(config: Config, trains: bool, serves: bool, is_whole: bool, n
         checks.append(lambda: require_trainable(config, files, is_whole=is_whole))
         checks.append(lambda: require_exact(config, files))
         checks.append(lambda: require_adapters(config, files))
+        checks.append(lambda: require_router_replay(config, files))
         checks.append(lambda: require_other_models(config, files, num_ranks, is_whole=is_whole))
         checks.append(lambda: config.require_prompts_for(num_ranks))
         checks.append(lambda: require_layout(config.trainer, files.shape, num_ranks))

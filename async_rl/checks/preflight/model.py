@@ -26,6 +26,9 @@ VALUE_HEADS = ("score.", "v_head.", "value_head.")
 """Of reward models and critics, which need no other head."""
 
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.jinja", "*.model", "additional_chat_templates/*.jinja")
+ROUTES_OPTION = "--enable-return-routed-experts"
+"""Of vLLM's server, from 0.32 on: responses say which experts their tokens were sent to."""
+
 TEMPLATE_FILE = "chat_template.jinja"
 """As tokenizers save it; a chat_template.json is a processor's, which no tokenizer reads."""
 
@@ -404,6 +407,31 @@ def require_exact(config: Config, files: ModelFiles) -> None:
                 f"train.exact is for models without {what}, and model.path {files.name!r} is of {family!r}: set "
                 "train.exact to false"
             )
+
+
+def require_router_replay(config: Config, files: ModelFiles) -> None:
+    """Checks that there are routes to replay, if `train.router_replay` demands it.
+
+    Raises:
+        ConfigError: there are none; names the setting, its value and the one that is needed.
+    """
+    if not config.train.router_replay:
+        return
+    if files.shape.experts is None:
+        raise ConfigError(
+            f"train.router_replay is for models with experts, and {files.named} has none: set it to false"
+        )
+    if config.rollout.program != SINGLE_TURN:
+        raise ConfigError(
+            f"train.router_replay is for rollouts of a single turn, and rollout.program is {config.rollout.program!r}: "
+            "set it to false"
+        )
+    starts_vllm = config.inference.engine == "vllm" and not config.pool.instances
+    if starts_vllm and ROUTES_OPTION not in config.inference.engine_options:
+        raise ConfigError(
+            f'train.router_replay needs instances that report their routes: add "{ROUTES_OPTION}" to '
+            "inference.engine_options"
+        )
 
 
 def require_other_models(config: Config, policy: ModelFiles, num_ranks: int, *, is_whole: bool = True) -> None:

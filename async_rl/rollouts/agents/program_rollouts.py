@@ -107,7 +107,7 @@ def make_group_maker(
     """
     rollout, seed = config.rollout, config.run.seed
     if rollout.program == SINGLE_TURN:
-        return SingleTurns(pool, reward, tokenizer, rollout, seed)
+        return SingleTurns(pool, reward, tokenizer, rollout, seed, router_replay=config.train.router_replay)
     # A function can do without: it has `policy.generate`.
     if rollout.program.startswith(COMMAND) or has_part("gateway"):
         program: Program = load_part("gateway", "programs").make_served_program(rollout, tokenizer, address)

@@ -5,6 +5,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from async_rl.config.evaluation_section import EvaluationSet
@@ -71,12 +72,15 @@ class SingleTurns:
         tokenizer: Tokenizer,
         rollout: RolloutSection,
         seed: int,
+        *,
+        router_replay: bool = False,
     ) -> None:
-        """`seed` is the run's."""
+        """`seed` is the run's. `router_replay`: whether instances report the experts of each token of a group."""
         self._pool = pool
         self._reward = reward
         self._rollout = rollout
         self._seed = seed
+        self._router_replay = router_replay
         self._expected_length = ExpectedLength(rollout.max_response_tokens)
         self._decode = decoder(tokenizer)
         self._text_executor = TextExecutor()
@@ -95,6 +99,7 @@ class SingleTurns:
             num_responses=self._rollout.responses_per_prompt,
             temperature=self._rollout.temperature,
             seed=group_seed(self._seed, iteration, index),
+            routed_experts=self._router_replay,
         )
         try:
             sampled, attempts = await self._pool.generate_group(
@@ -110,7 +115,9 @@ class SingleTurns:
             ) from error
         self._expected_length.note(prompt.prompt_id, [len(response.token_ids) for response in sampled])
         responses = await self._with_text(sampled, sampling)
-        scores = await self._reward.score(prompt, responses)
+        # A reward runs in another process, and reads no routes.
+        scored = [replace(r, routes=None, prompt_routes=None) for r in responses] if self._router_replay else responses
+        scores = await self._reward.score(prompt, scored)
         return Group(
             iteration=iteration,
             index=index,

@@ -52,6 +52,7 @@ def single_turn_sampling(
     temperature: float,
     seed: int,
     truncation: Truncation = ALL_TOKENS,
+    routed_experts: bool = False,
 ) -> SamplingParams:
     """The request for the responses of a single turn."""
     return SamplingParams(
@@ -64,6 +65,7 @@ def single_turn_sampling(
         stop=list(stops_of(rollout, prompt)),
         seed=seed,
         logprobs=0,
+        routed_experts=routed_experts or None,
     )
 
 
@@ -126,11 +128,15 @@ def until_stop(response: Response, stop: Sequence[str], decode: Decode) -> Respo
     if not stop or not has_stop(len(response.token_ids)):
         return response
     length = bisect.bisect_left(range(len(response.token_ids)), True, key=has_stop)
+    routes = response.routes
+    if routes is not None:
+        routes = routes[: len(routes) // (len(response.token_ids) - 1) * (length - 1)]
     return replace(
         response,
         token_ids=response.token_ids[:length],
         logprobs=response.logprobs[:length],
         finish_reason="stop",
+        routes=routes,
         weight_spans=tuple(
             WeightSpan(span.version, span.start, min(span.end, length))
             for span in response.weight_spans

@@ -46,6 +46,7 @@ from async_rl.rollouts.instance.http import (
 from async_rl.rollouts.instance.model_tokens import ModelTokens, SampledTokens
 from async_rl.rollouts.instance.partial_rollout import PartialRollout, request_of
 from async_rl.rollouts.instance.response_stream import (
+    ExpectedRoutes,
     OnProgress,
     ResponseStream,
     event_payloads,
@@ -147,8 +148,11 @@ class InstanceClient:
         began_s = time.monotonic()
         reports_versions = self.dialect.has_generate
         tokens = SampledTokens(model, sampling)
+        expected = None
+        if sampling.routed_experts:
+            expected = ExpectedRoutes(len(prompt_token_ids), None if model is None else model.routes)
         answer = ResponseStream(
-            self.url, partials, version, reports_versions, sampling.max_tokens, tokens, boot_id, on_progress
+            self.url, partials, version, reports_versions, sampling.max_tokens, tokens, boot_id, on_progress, expected
         )
 
         def last_progress_s() -> float:

@@ -103,5 +103,5 @@ def generate_request(prompt: list[int], params: SamplingParams, request_id: str)
 
 def completion_request(prompt: list[int], params: SamplingParams, request_id: str) -> CompletionRequest:
     # Servers without the generate route do not know these.
-    fields = params.model_dump(exclude={"stream_interval", "num_continued"})
+    fields = params.model_dump(exclude={"stream_interval", "num_continued", "routed_experts"})
     return CompletionRequest(prompt=prompt, request_id=request_id, **fields)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from async_rl.shared.protocol.inference import SamplingParams
+from async_rl.shared.protocol.routed_experts import RouteShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,11 +15,13 @@ class ModelTokens:
     """Of the model in training.
 
     `end_token_ids`: see `async_rl.shared.end_tokens`. `text_of`: of token ids, with or without special tokens.
+    `routes`: of a model with experts.
     """
 
     vocab_size: int
     end_token_ids: tuple[int, ...]
     text_of: Callable[[Sequence[int], bool], str]
+    routes: RouteShape | None = None
 
     def completed(self, sampling: SamplingParams) -> SamplingParams:
         """`sampling` with the model's end tokens by id: servers know some of them only, and not the same ones."""

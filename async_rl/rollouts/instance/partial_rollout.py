@@ -4,7 +4,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from async_rl.method.token_arrays import Logprobs, TokenIds
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.method.token_arrays import ExpertIds, Logprobs, TokenIds
 from async_rl.method.types import Response, WeightSpan
 from async_rl.shared.protocol.inference import SamplingParams
 
@@ -21,17 +24,24 @@ class PartialRollout:
     instance: str = ""
     num_continued: int = 0
     num_resampled: int = 0
+    routes: "npt.NDArray[np.uint16] | None" = None
+    """Of prompt and response but its last token, [rows, layers, k], when it has ended, if they were asked for."""
 
     def cut(self, length: int) -> None:
         """Drops all tokens from `length` on."""
         if length < len(self.token_ids):
             del self.token_ids[length:], self.logprobs[length:]
             self.spans = [span for span in self.spans if span.end <= length]
-            self.finish_reason = None
+            self.finish_reason = self.routes = None
 
-    def response(self) -> Response:
-        """The finished response, with an empty text."""
+    def response(self, *, has_prompt_routes: bool = False) -> Response:
+        """The finished response, with an empty text; with the prompt's routes where these came with it."""
         assert self.finish_reason is not None, "an unfinished partial rollout is no response"
+        prompt_routes = routes = None
+        if self.routes is not None:
+            num_prompt = len(self.routes) - (len(self.token_ids) - 1)
+            routes = ExpertIds.of_bytes(self.routes[num_prompt:].data)
+            prompt_routes = ExpertIds.of_bytes(self.routes[:num_prompt].data) if has_prompt_routes else None
         return Response(
             token_ids=TokenIds(self.token_ids),
             logprobs=Logprobs(self.logprobs),
@@ -41,6 +51,8 @@ class PartialRollout:
             instance=self.instance,
             num_continued=self.num_continued,
             num_resampled=self.num_resampled,
+            routes=routes,
+            prompt_routes=prompt_routes,
         )
 
 
@@ -63,11 +75,12 @@ def request_of(
     first, length = partials[0], len(partials[0].token_ids)
     seed = first.seed if noise_by_position else None
     is_turn = sampling.is_turn if noise_by_position else None
+    routed_experts = sampling.routed_experts if noise_by_position else None
     num_continued = (sampling.num_continued or 0) + length or None if noise_by_position else None
     if not length:
         assert [partial.seed for partial in partials] == list(range(first.seed, first.seed + len(partials)))
         update = {"n": len(partials), "seed": seed, "num_continued": num_continued, "is_turn": is_turn}
-        return list(prompt_token_ids), sampling.model_copy(update=update)
+        return list(prompt_token_ids), sampling.model_copy(update=update | {"routed_experts": routed_experts})
     assert len(partials) == 1, "a continuation is a request of its own"
     rest = {
         "n": 1,
@@ -76,5 +89,6 @@ def request_of(
         "seed": seed,
         "num_continued": num_continued,
         "is_turn": is_turn,
+        "routed_experts": routed_experts,
     }
     return [*prompt_token_ids, *first.token_ids], sampling.model_copy(update=rest)

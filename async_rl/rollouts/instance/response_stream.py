@@ -6,7 +6,9 @@ Tokens of another version, repeated ones and tokens after a gap are not added to
 import json
 import time
 from array import array
+from base64 import b64decode
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Protocol
 
 import msgspec
@@ -21,6 +23,7 @@ from async_rl.rollouts.instance.model_tokens import SampledTokens
 from async_rl.rollouts.instance.partial_rollout import PartialRollout
 from async_rl.shared.protocol import token_frames
 from async_rl.shared.protocol.body import ErrorResponse
+from async_rl.shared.protocol.routed_experts import RouteShape, from_npy
 
 END_OF_EVENT = b"\n\n"
 COMMENT = b":"
@@ -72,6 +75,7 @@ class _Choice(msgspec.Struct, gc=False):
     token_ids: list[_TokenId] | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -158,11 +162,25 @@ async def frame_payloads(content: ByteStream, max_bytes: int, url: str) -> Async
         del rest[:begin]
 
 
+@dataclass(frozen=True, slots=True)
+class ExpectedRoutes:
+    """What routes must be like: those of `num_prompt` tokens of the prompt precede a response's. `shape`: if known."""
+
+    num_prompt: int
+    shape: RouteShape | None
+
+    @property
+    def bytes_per_row(self) -> int:
+        """In JSON, at most; of an unknown model those of a large one."""
+        return 2**13 if self.shape is None else 3 * self.shape.num_layers * self.shape.num_chosen
+
+
 class ResponseStream:
     """Fills the partial rollouts of one request; choice i of the response belongs to `partials[i]`.
 
     `reports_versions`: the response itself reports which weights generated each token; otherwise its reader finds out.
     `max_tokens`: of a whole response, including the tokens received before this request. `tokens`: what they must be.
+    `routes`: what those must be like that come with each response's end; None, if they were not asked for.
     """
 
     def __init__(
@@ -175,8 +193,10 @@ class ResponseStream:
         tokens: SampledTokens,
         expected_boot_id: str | None = None,
         on_progress: OnProgress | None = None,
+        routes: ExpectedRoutes | None = None,
     ) -> None:
         self._url = url
+        self._routes = routes
         self.partials = partials
         self.version = version
         self.reports_versions = reports_versions
@@ -195,7 +215,10 @@ class ResponseStream:
     @property
     def max_bytes(self) -> int:
         """More than any server needs for this many tokens."""
-        return BYTES_BESIDE_TOKENS + BYTES_PER_TOKEN * self._max_tokens * len(self.partials)
+        num_bytes = BYTES_PER_TOKEN * self._max_tokens
+        if self._routes is not None:
+            num_bytes += self._routes.bytes_per_row * (self._routes.num_prompt + self._max_tokens)
+        return BYTES_BESIDE_TOKENS + num_bytes * len(self.partials)
 
     @property
     def boot_id(self) -> str | None:
@@ -243,6 +266,7 @@ class ResponseStream:
             self._require_index(choice.index)
             token_ids: array[int] = array(TokenIds.typecode, choice.token_ids or ())
             logprobs: array[float] = array(Logprobs.typecode, _logprobs_of(choice))
+            self._note_routes(choice.index, choice.routed_experts, choice.finish_reason, len(token_ids))
             self._add(choice.index, token_ids, logprobs, choice.weight_versions, choice.finish_reason)
         self._report_progress()
 
@@ -264,6 +288,7 @@ class ResponseStream:
             end = begin + token_frames.VALUE_BYTES * choice.num_tokens
             new = frame.token_ids[begin:end], frame.logprobs[begin:end]
             begin = end
+            self._note_routes(choice.index, choice.routed_experts, choice.finish_reason, choice.num_tokens)
             if is_plain and self._goes_on(choice):
                 self._add_plain(choice, *new)
             else:
@@ -271,6 +296,23 @@ class ResponseStream:
                 logprobs: array[float] = array(Logprobs.typecode, new[1].tobytes())
                 self._add(choice.index, token_ids, logprobs, choice.weight_versions, choice.finish_reason)
         self._report_progress()
+
+    def _note_routes(self, i: int, sent: str | memoryview | None, finish_reason: str | None, num_new: int) -> None:
+        """Takes the routes that come with the end of a response, before its last tokens."""
+        if self._routes is None or finish_reason not in ("stop", "length"):
+            return
+        if sent is None:
+            raise InstanceError(
+                f"{self._name(i)}: it ended without routed_experts, which train.router_replay needs: start vLLM "
+                "(0.32 or later) with --enable-return-routed-experts"
+            )
+        partial = self.partials[i]
+        num_rows = self._routes.num_prompt + len(partial.token_ids) + num_new - 1
+        try:
+            data = b64decode(sent, validate=True) if isinstance(sent, str) else sent
+            partial.routes = from_npy(data, num_rows, self._routes.shape)
+        except ValueError as error:
+            raise self._broken(i, str(error)) from error
 
     def _goes_on(self, choice: token_frames.FramedChoice) -> bool:
         """Whether new tokens, fine each by itself, also follow what came before, all of it of the version."""

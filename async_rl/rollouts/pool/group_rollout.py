@@ -109,7 +109,8 @@ class GroupRollout:
             NoInstanceLeft, RequestInvalid, PromptFailed: see `InferencePool.generate_group`.
         """
         await self._finish(self._partials)
-        return [partial.response() for partial in self._partials], 1 + self._attempts.num_failures
+        responses = [partial.response(has_prompt_routes=not i) for i, partial in enumerate(self._partials)]
+        return responses, 1 + self._attempts.num_failures
 
     async def _finish(self, partials: Sequence[PartialRollout], last: Member | None = None, num_moves: int = 0) -> None:
         """Finishes these partial rollouts; `last` had them before."""
@@ -140,6 +141,10 @@ class GroupRollout:
         for partial in request.partials:
             # All tokens were received, only the finish reason was not: there is nothing left to generate.
             if partial.finish_reason is None and (reason := self._end_of(partial)):
+                if self._sampling.routed_experts:
+                    # Its routes were lost with that. Whether they are does not depend on the response.
+                    partial.cut(0)
+                    continue
                 partial.finish_reason, partial.instance = reason, member.url
         rest = [partial for partial in request.partials if partial.finish_reason is None]
         num_cut = request.num_before + request.num_tokens - sum(len(partial.token_ids) for partial in request.partials)

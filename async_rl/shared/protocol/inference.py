@@ -25,6 +25,8 @@ class SamplingParams(Body):
     one; the embedded engine's only.
     `is_turn`: whether a later request may begin with this prompt and its response, whose keys and values are kept then;
     the embedded engine's only.
+    `routed_experts`: whether a choice says at its end which experts its tokens were sent to; the embedded engine's
+    only, vLLM has an option of the server.
     """
 
     n: int = Field(1, ge=1, le=1024)
@@ -43,6 +45,7 @@ class SamplingParams(Body):
     stream_interval: int | None = Field(None, ge=1)
     num_continued: int | None = Field(None, ge=1)
     is_turn: bool | None = None
+    routed_experts: bool | None = None
 
 
 class GenerateRequest(Body):
@@ -76,7 +79,10 @@ class VersionSpan(Body):
 
 
 class GenerateChoice(Body):
-    """`finish_reason`: stop, length, abort or error; an aborted choice comes with HTTP 200 and is no sample."""
+    """`finish_reason`: stop, length, abort or error; an aborted choice comes with HTTP 200 and is no sample.
+
+    `routed_experts`: see `routed_experts.py`; in the last chunk of a streaming response.
+    """
 
     index: int
     finish_reason: str | None = "stop"
@@ -84,6 +90,7 @@ class GenerateChoice(Body):
     token_ids: list[int] | None = None
     logprobs: ChoiceLogprobs | None = None
     weight_versions: list[VersionSpan] | None = None
+    routed_experts: str | None = None
 
 
 class GenerateChunk(Body):

@@ -30,12 +30,14 @@ class Span(msgspec.Struct, array_like=True, gc=False):
 
 
 class FramedChoice(msgspec.Struct, array_like=True, gc=False):
-    """As `inference.GenerateChoice`; its `num_tokens` are the next ones of its frame's arrays."""
+    """As `inference.GenerateChoice`; its `num_tokens` are the next ones of its frame's arrays. `routed_experts` are the
+    bytes of a `.npy` file, without base64."""
 
     index: int
     num_tokens: Count
     finish_reason: str | None
     weight_versions: list[Span] | None
+    routed_experts: memoryview | None = None
 
 
 class Frame(msgspec.Struct, array_like=True, gc=False):

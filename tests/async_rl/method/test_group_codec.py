@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.method.group_codec import pack, sizes, unpack
+from async_rl.method.token_arrays import ExpertIds
 from async_rl.method.types import Group, Prompt, Response, RolloutFacts, WeightSpan
 from tests.support.groups import make_group, make_response
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
+ROUTES = st.lists(st.integers(0, 2**16 - 1), max_size=6).map(ExpertIds)
 SECONDS = st.floats(0, 1e9)
 COUNTS = st.integers(0, 5)
 REWARDS = st.floats(allow_nan=False, allow_infinity=False)
@@ -40,6 +42,8 @@ def responses(draw: st.DrawFn) -> Response:
         num_resampled=draw(COUNTS),
         observed=observed,
         prompt_ids=draw(st.none() | TOKENS),
+        routes=draw(st.none() | ROUTES),
+        prompt_routes=draw(st.none() | ROUTES),
     )
 
 
@@ -98,17 +102,17 @@ def without_what_only_rollouts_need(group: Group) -> Group:
 @settings(max_examples=30)
 @given(sent=st.lists(groups(), max_size=4), with_texts=st.booleans())
 def test_groups_arrive_as_they_were_sent(codec: Any, sent: list[Group], with_texts: bool) -> None:
-    headers, tokens, logprobs = pack(sent, with_texts=with_texts)
+    headers, tokens, logprobs, routes = pack(sent, with_texts=with_texts)
     dumps, loads = (codec.dumps, codec.loads) if codec is json else (codec.encode, codec.decode)
     headers = loads(dumps(headers))
-    assert sizes(headers) == (len(tokens), len(logprobs))
-    received = unpack(headers, tokens.tobytes(), bytearray(logprobs.tobytes()))
+    assert sizes(headers) == (len(tokens), len(logprobs), len(routes))
+    received = unpack(headers, tokens.tobytes(), bytearray(logprobs.tobytes()), routes)
     assert received == (sent if with_texts else [without_what_only_rollouts_need(group) for group in sent])
 
 
 def test_arrays_have_four_bytes_for_a_token_and_for_a_log_prob() -> None:
     group = make_group(0, [make_response((3,), logprobs=(-0.5,))], prompt=(1, 2))
-    _, tokens, logprobs = pack([group])
+    _, tokens, logprobs, _ = pack([group])
     assert tokens.tolist() == [1, 2, 3] and tokens.dtype == np.int32
     assert logprobs.tolist() == [-0.5] and logprobs.dtype == np.float32
 
@@ -135,6 +139,7 @@ def hostile_headers() -> dict[str, Any]:
         "lengths that only add up": {**with_response(num_tokens=5), "num_prompt": -1},
         "a longer response": with_response(num_tokens=3),
         "more log-probs": with_response(num_logprobs=2**62),
+        "routes that did not come": with_response(num_routes=1),
         "a length that is no number": with_response(num_tokens="2"),
         "text for a reward": {**good, "rewards": ["1"]},
         "fewer rewards": {**good, "rewards": []},
@@ -146,7 +151,7 @@ def hostile_headers() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", hostile_headers())
 def test_a_header_that_does_not_fit_is_refused(name: str) -> None:
-    _, tokens, logprobs = pack([make_group(0, [make_response((3, 4))], prompt=(1, 2))])
+    _, tokens, logprobs, _ = pack([make_group(0, [make_response((3, 4))], prompt=(1, 2))])
     with pytest.raises(ValueError):
         unpack([hostile_headers()[name]], tokens, logprobs)
 

@@ -61,6 +61,7 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, max_tokens: int, max_running: int, prefill_tokens: int) -> None:
         config = model.config
+        self.step = ModelStep(deepcopy(model))
         self.store = KVStore(
             config.num_hidden_layers,
             config.num_key_value_heads,
@@ -68,9 +69,9 @@ class Engine:
             torch.float32,
             torch.device("cpu"),
             max_tokens,
+            num_routes=self.step.routes.width,
         )
         self.schedule = Schedule(self.store, max_running, prefill_tokens)
-        self.step = ModelStep(deepcopy(model))
 
     def run_step(self) -> None:
         self.compute(self.schedule.next())

@@ -85,7 +85,7 @@ def in_two_stages(
 ) -> Iterator[torch.Tensor]:
     """Log-probs of the tokens of each micro-group."""
     num_prompt = len(group.prompt.token_ids)
-    prompt_TH = stack.hidden(make_prompt_rows(group.prompt.token_ids, CPU, RowShare(multiple_of)), cache)
+    prompt_TH = stack.hidden(make_prompt_rows(slices_of([group])[0], CPU, RowShare(multiple_of)), cache)
     cache.begin_responses(prompt_TH[num_prompt - 1 : num_prompt])
     (whole,) = slices_of([group])
     for part in split_slice(whole, most, with_prompt=False):

@@ -8,6 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 
+from async_rl.method.token_arrays import ExpertIds
 from async_rl.method.types import Group
 from tests.support.groups import make_group, make_response, random_group
 from tests.support.trainer.branched_groups import branched_group, one_of_each_kind
@@ -75,6 +76,33 @@ def test_each_row_has_its_logits_once() -> None:
     assert sorted(rows) == [1, 2, 3, 4, 5, 6]
 
 
+def with_named_routes(group: Group, base: int) -> Group:
+    """Each row's two routes name it: those of the prompt count from `base`, a response's from 100 times its number."""
+
+    def named(start: int, num_rows: int) -> ExpertIds:
+        return ExpertIds(value for row in range(start, start + num_rows) for value in (row, row + 1))
+
+    responses = [
+        replace(response, routes=named(100 * number, len(response.token_ids) - 1))
+        for number, response in enumerate(group.responses, start=1)
+    ]
+    responses[0] = replace(responses[0], prompt_routes=named(base, len(group.prompt.token_ids)))
+    return replace(group, responses=tuple(responses))
+
+
+def test_routes_are_those_of_their_rows_and_padding_has_those_of_the_first() -> None:
+    groups = [with_named_routes(part.group, base) for part, base in zip(two_groups(), (1, 11), strict=True)]
+    routes_TW = make_micro_batch(slices_of(groups), CPU, multiple_of=4).rows.routes_TW
+    assert routes_TW is not None
+    assert routes_TW.tolist() == [[n, n + 1] for n in (1, 2, 11, 100, 101, 300, 100, 1)]
+    whole, _ = slices_of(groups)
+    prompt = make_prompt_rows(whole, CPU, 3).routes_TW
+    micro_group = make_micro_group(GroupSlice(whole.group, whole.prompt, [1, 2]), CPU, 3).rows.routes_TW
+    assert prompt is not None and prompt.tolist() == [[1, 2], [2, 3], [1, 2]]
+    assert micro_group is not None and micro_group.tolist() == [[300, 301]] * 3
+    assert make_micro_batch(two_groups(), CPU).rows.routes_TW is None
+
+
 def test_response_sees_its_prompt_and_itself_only() -> None:
     assert make_micro_batch(two_groups(), CPU).rows.segments.dense_mask_TS.int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0],
@@ -136,7 +164,7 @@ def test_split_holds_every_response_once_within_the_bound(rng: random.Random) ->
 def test_micro_group_continues_the_prompt_of_the_first_stage(make: Make, rng: random.Random) -> None:
     for _ in range(20):
         whole, multiple_of = slices_of([make(rng.randrange(3), rng)])[-1], rng.randint(1, 4)
-        prompt = make_prompt_rows(whole.prompt, CPU, RowShare(multiple_of))
+        prompt = make_prompt_rows(whole, CPU, RowShare(multiple_of))
         num_prompt = len(whole.prompt)
         assert prompt.tokens_T.tolist()[:num_prompt] == list(whole.prompt)
         for part in split_slice(whole, rng.randint(1, 20), with_prompt=False):

@@ -6,6 +6,7 @@ Every answer is fed in both of its forms, as events of JSON and as frames of arr
 import asyncio
 import json
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -13,6 +14,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from async_rl.errors import (
@@ -26,9 +28,16 @@ from async_rl.method.types import WeightSpan
 from async_rl.rollouts.instance.dialect import DEAD_ENGINE
 from async_rl.rollouts.instance.model_tokens import ModelTokens, SampledTokens
 from async_rl.rollouts.instance.partial_rollout import PartialRollout
-from async_rl.rollouts.instance.response_stream import ResponseStream, event_payloads, frame_payloads, whole_body
+from async_rl.rollouts.instance.response_stream import (
+    ExpectedRoutes,
+    ResponseStream,
+    event_payloads,
+    frame_payloads,
+    whole_body,
+)
 from async_rl.shared.protocol import token_frames
 from async_rl.shared.protocol.inference import SamplingParams
+from async_rl.shared.protocol.routed_experts import RouteShape, to_npy
 
 URL = "http://a:1"
 VERSION = "v1"
@@ -84,7 +93,9 @@ def frame_of(event: bytes) -> bytes:
             own_logprobs = array("f", [token["logprob"] for token in choice["logprobs"]["content"]])
             assert len(own) == len(own_logprobs)
             spans = choice["weight_versions"] and [token_frames.Span(**span) for span in choice["weight_versions"]]
-            framed.append(token_frames.FramedChoice(choice["index"], len(own), choice["finish_reason"], spans))
+            routes = choice.get("routed_experts")
+            routes = None if routes is None else memoryview(b64decode(routes, validate=True))
+            framed.append(token_frames.FramedChoice(choice["index"], len(own), choice["finish_reason"], spans, routes))
             token_ids += own
             logprobs += own_logprobs
         return token_frames.encode(token_frames.Frame(framed, memoryview(token_ids), memoryview(logprobs)))
@@ -132,6 +143,47 @@ def payloads_of(parts: Sequence[bytes], max_bytes: int = 10**6) -> list[bytes]:
         return [payload async for payload in event_payloads(Bytes(parts), max_bytes, URL)]
 
     return asyncio.run(read())
+
+
+# Routes
+
+
+def routes_text(num_rows: int, first: int = 0) -> str:
+    routes = (np.arange(num_rows * 2 * 3).reshape(num_rows, 2, 3) + first) % 8
+    return b64encode(to_npy(routes.astype(np.uint8))).decode()
+
+
+def test_routes_come_with_the_end_and_cover_the_prompt_and_what_was_there_before() -> None:
+    expected = ExpectedRoutes(num_prompt=4, shape=RouteShape(2, 3, 8))
+    first, continued = partials_of(1)[0], partials_of(1, PREFIX)[0]
+    for partial, before in ((first, 0), (continued, len(PREFIX))):
+        answer = answer_to([partial], routes=expected)
+        answer.feed(Piece(0, (10, 11), 2).payload())
+        assert partial.routes is None
+        answer.feed(Piece(0, (12,), 3, finish_reason="stop").payload(routed_experts=routes_text(4 + before + 3 - 1)))
+        answer.require_complete()
+        alone, with_prompt = partial.response(), partial.response(has_prompt_routes=True)
+        assert alone.prompt_routes is None and alone.routes == with_prompt.routes
+        assert [*(with_prompt.prompt_routes or ()), *(with_prompt.routes or ())] == [
+            value % 8 for value in range(6 * (4 + before + 2))
+        ]
+        assert len(with_prompt.prompt_routes or ()) == 6 * 4
+
+
+def test_an_end_without_routes_names_the_option_of_the_server() -> None:
+    (partial,) = partials_of(1)
+    answer = answer_to([partial], routes=ExpectedRoutes(4, None))
+    with pytest.raises(InstanceError, match=r"it ended without routed_experts, .* --enable-return-routed-experts"):
+        answer.feed(Piece(0, (10,), 1, finish_reason="stop").payload())
+
+
+@pytest.mark.parametrize("text", [routes_text(3), routes_text(5), b64encode(b"none").decode()])
+def test_routes_of_other_rows_are_a_broken_answer(text: str) -> None:
+    (partial,) = partials_of(1)
+    answer = answer_to([partial], routes=ExpectedRoutes(4, RouteShape(2, 3, 8)))
+    with pytest.raises(BrokenAnswer):
+        answer.feed(Piece(0, (10,), 1, finish_reason="stop").payload(routed_experts=text))
+    assert not partial.token_ids and partial.routes is None
 
 
 # Bytes to events

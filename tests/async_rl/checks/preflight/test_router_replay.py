@@ -1,0 +1,49 @@
+"""Router replay is refused where there are no routes to replay, with the setting that forbids it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.checks.preflight.model import ModelFiles, require_router_replay
+from async_rl.config.file import parse_config
+from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
+from tests.support.minimal_config import minimal_tree
+
+VLLM = {"engine": "vllm"}
+OPTION = {"engine_options": ["--enable-return-routed-experts"]}
+
+
+def config_of(router_replay: bool, **sections: dict[str, Any]) -> Config:
+    tree = minimal_tree()
+    tree["train"]["router_replay"] = router_replay
+    for section, values in sections.items():
+        tree.setdefault(section, {}).update(values)
+    return parse_config(tree, "here")
+
+
+@pytest.mark.parametrize(
+    ("sections", "family", "message"),
+    [
+        ({}, "qwen3", "is for models with experts, and model.path .* has none: set it to false"),
+        ({"rollout": {"program": "command:agent"}}, "qwen3_moe", "single turn, and rollout.program is 'command:agent'"),
+        ({"inference": VLLM}, "qwen3_moe", 'add "--enable-return-routed-experts" to inference.engine_options'),
+    ],
+)
+def test_what_has_no_routes_is_refused(
+    sections: dict[str, Any], family: str, message: str, tiny_model: Callable[..., Path]
+) -> None:
+    files = ModelFiles.find(str(tiny_model(family)))
+    with pytest.raises(ConfigError, match=message):
+        require_router_replay(config_of(True, **sections), files)
+    require_router_replay(config_of(False, **sections), files)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe"])
+def test_models_with_experts_have_routes(family: str, tiny_model: Callable[..., Path]) -> None:
+    files = ModelFiles.find(str(tiny_model(family)))
+    require_router_replay(config_of(True), files)
+    require_router_replay(config_of(True, inference=VLLM | OPTION), files)
+    require_router_replay(config_of(True, inference=VLLM, pool={"instances": ["http://a:1"]}), files)
