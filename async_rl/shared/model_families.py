@@ -111,6 +111,7 @@ TABLE: Final[Mapping[str, Family]] = {
     # Their checkpoints may have layers for multi-token prediction under names of their own ("mtp.").
     "qwen3_next": Family(
         head_dim=256,
+        kv_heads=2,
         features=frozenset({QK_NORM, OUT_GATE, NORMS_FROM_ONE}),
         features_of=_ATTENTION,
         experts="qwen_shared",
@@ -119,6 +120,7 @@ TABLE: Final[Mapping[str, Family]] = {
     ),
     "qwen3_5_text": Family(
         head_dim=256,
+        kv_heads=4,
         features=frozenset({QK_NORM, OUT_GATE, NORMS_FROM_ONE}),
         features_of=_ATTENTION,
         delta="apart",

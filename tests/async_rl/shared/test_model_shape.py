@@ -183,7 +183,7 @@ def test_a_token_uses_the_experts_it_is_routed_to() -> None:
         ({"model_type": "smollm3", "no_rope_layer_interval": 0}, "no_rope_layer_interval = 0"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
         ({"rope_theta": float("nan")}, "rope_theta = nan"),
-        ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}, "layer_types = ['linear_attention']"),
+        ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}, "layer_types ['linear_attention']"),
         ({"model_type": "qwen3_5_text", "linear_num_value_heads": 9, "linear_num_key_heads": 2}, "value_heads = 9"),
         ({"model_type": "qwen3_5_text", "full_attention_interval": 0}, "full_attention_interval = 0"),
         ({"model_type": "gpt2"}, "model_type 'gpt2', which the trainer does not support: expected one of"),

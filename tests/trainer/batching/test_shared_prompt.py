@@ -92,14 +92,16 @@ def with_named_routes(group: Group, base: int) -> Group:
 
 def test_routes_are_those_of_their_rows_and_padding_has_those_of_the_first() -> None:
     groups = [with_named_routes(part.group, base) for part, base in zip(two_groups(), (1, 11), strict=True)]
-    routes_TW = make_micro_batch(slices_of(groups), CPU, multiple_of=4).rows.routes_TW
+    routes_TW = make_micro_batch(slices_of(groups), CPU, RowShare(4)).rows.routes_TW
     assert routes_TW is not None
     assert routes_TW.tolist() == [[n, n + 1] for n in (1, 2, 11, 100, 101, 300, 100, 1)]
     whole, _ = slices_of(groups)
-    prompt = make_prompt_rows(whole, CPU, 3).routes_TW
-    micro_group = make_micro_group(GroupSlice(whole.group, whole.prompt, [1, 2]), CPU, 3).rows.routes_TW
+    prompt = make_prompt_rows(whole, CPU, RowShare(3)).routes_TW
+    micro_group = make_micro_group(GroupSlice(whole.group, whole.prompt, [1, 2]), CPU, RowShare(3)).rows.routes_TW
     assert prompt is not None and prompt.tolist() == [[1, 2], [2, 3], [1, 2]]
     assert micro_group is not None and micro_group.tolist() == [[300, 301]] * 3
+    of_ranks = [make_micro_batch(slices_of(groups), CPU, RowShare(4, rank, 2)).rows.routes_TW for rank in (0, 1)]
+    assert torch.equal(torch.cat([part for part in of_ranks if part is not None]), routes_TW), "ranks share the rows"
     assert make_micro_batch(two_groups(), CPU).rows.routes_TW is None
 
 
@@ -224,7 +226,7 @@ def test_one_of_the_ranks_that_share_rows_has_the_prompts_last_row_for_both_stag
         found: dict[int, tuple[int, int]] = {}
         for share in shares:
             row, has_last = last_prompt_row(num_prompt, share)
-            prompt, batch = make_prompt_rows(part.prompt, CPU, share), make_micro_group(part, CPU, share)
+            prompt, batch = make_prompt_rows(part, CPU, share), make_micro_group(part, CPU, share)
             if has_last:
                 assert prompt.tokens_T[row] == part.prompt[-1] and prompt.positions_T[row] == num_prompt - 1
             # Row 0 is the prompt's on the rank that has it; the rows after it are numbered from the rank's first one.

@@ -17,6 +17,7 @@ from tests.support.tiny_model import DEEPSEEKS_EXPERTS, LATENTS
 
 SAVED = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 DEEPSEEK = {**CONFIGS["Qwen/Qwen3-8B"], "model_type": "deepseek_v3", **LATENTS, **DEEPSEEKS_EXPERTS}
+del DEEPSEEK["head_dim"]
 MODELS: dict[str, Any] = {**CONFIGS, "tiny DeepSeek-V3": DEEPSEEK}
 GIVEN: dict[str, Any] = {"rank": 8, "alpha": 16}
 
