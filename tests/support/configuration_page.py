@@ -37,10 +37,10 @@ and the remedy (the rule is in `async_rl/checks/preflight/layout.py`):
 
 - the ranks are a multiple of `tensor_parallel` x `context_parallel` x `pipeline_parallel`; the quotient is the number
   of replicas;
-- `tensor_parallel` divides attention heads, vocabulary and, without experts, the feed-forward size; it divides the
-  key / value heads, or is a multiple of their number;
+- `tensor_parallel` divides attention heads, key heads of linear attention, vocabulary and, without experts, the
+  feed-forward size; it divides the key / value heads, or is a multiple of their number;
 - `context_parallel` divides the attention heads of a tensor-parallel rank; it divides that rank's key / value heads,
-  or is a multiple of their number;
+  or is a multiple of their number; with linear attention it is 1;
 - `pipeline_parallel` x `virtual_pipeline_parallel` is at most the number of layers, and with `pipeline_parallel` = 1
   the latter is 1;
 - `expert_parallel` divides the experts and the ranks of a stage (`tensor_parallel` x `context_parallel` x replicas),

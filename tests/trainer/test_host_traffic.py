@@ -68,7 +68,10 @@ def watch(traffic: HostTraffic, trainer: MegatronTrainer, run: Callable[[], obje
 
 @pytest.mark.parametrize(
     ("family", "groups"),
-    [("qwen3", "ragged_groups"), ("qwen3", "rollout_groups"), ("qwen3_moe", "ragged_groups")],
+    [
+        *(("qwen3", "ragged_groups"), ("qwen3", "rollout_groups")),
+        *(("qwen3_moe", "ragged_groups"), ("qwen3_5_text", "ragged_groups")),
+    ],
 )
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 14], ids=["packed", "two stages"])
 @pytest.mark.parametrize(

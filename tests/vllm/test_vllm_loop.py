@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.method.proof.gap_limits import noise_scale
+from async_rl.shared.model_families import TABLE
 from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.local_run import Run
 from tests.support.tiny_model import make_tiny_model
@@ -80,7 +81,7 @@ def test_vllm_maps_the_weights_of_a_trainer_on_its_own_devices(run: Run, vllm_py
     require_proofs(run)
 
 
-DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 FAMILIES = {
     "qwen3_moe": {"moe_intermediate_size": 64},
     "qwen2": {"hidden_size": 128},
@@ -89,7 +90,6 @@ FAMILIES = {
     "smollm3": {"hidden_size": 128},
     "seed_oss": {},
     "qwen3_next": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "hidden_size": 64, **DELTA},
-    "qwen3_5_text": {"hidden_size": 128, **DELTA},
 }
 """Beside qwen3, which the other tests have: of sizes that vLLM's kernels on CPU take."""
 
@@ -100,19 +100,22 @@ FAMILIES = {
 def test_every_publish_of_every_family_leaves_the_trainers_model_in_vllm(
     family: str, tmp_path: Path, vllm_python: str
 ) -> None:
-    """Four iterations: vLLM loads new weights several times over the same model."""
+    """Four iterations: vLLM loads new weights several times over the same model. Its linear attention on CPU takes
+    bfloat16 only, whose roundings change the choice of experts."""
+    dtype = "bfloat16" if TABLE[family].delta else "float32"
     run = Run(tmp_path, make_tiny_model(tmp_path / "model", family, head_dim=32, **FAMILIES[family]))
     rows = [f"{i} and {7 * i}" for i in range(16)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     run.start(
         *("--inference.engine", "vllm", "--inference.python", vllm_python, "--train.iterations", "4"),
         *("--prompts.prompts_per_batch", "4", "--rollout.responses_per_prompt", "4"),
-        *("--rollout.max_response_tokens", "32", "--optimizer.learning_rate", "1e-3"),
+        *("--rollout.max_response_tokens", "32", "--optimizer.learning_rate", "1e-3", "--model.dtype", dtype),
     )
     assert run.finish(FINISH_TIMEOUT_S) == 0, run.everything_said()
     proofs = run.lines("ledger.jsonl")
     assert len(proofs) == 4 and all(proof["on_policy"] for proof in proofs)
-    assert all(proof["logprob_gaps"]["rms"] < 0.2 * noise_scale("float32") for proof in proofs)
+    share = 0.2 if dtype == "float32" else 2.0
+    assert all(proof["logprob_gaps"]["rms"] < share * noise_scale(dtype) for proof in proofs)
 
 
 PROGRAM = '''

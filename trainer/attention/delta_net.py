@@ -97,20 +97,22 @@ class GatedDeltaNet(MegatronModule):
         self, mixed_THX: torch.Tensor, params: SharedPromptParams, plan: DeltaPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(The prompts' last W - 1 rows, [P * (W - 1), H * X], zeros where one is shorter; silu of the causal
-        convolution over W rows, channel by channel)."""
+        convolution over W rows, channel by channel, rounded once)."""
         mixed_TX, reach = mixed_THX.flatten(1), plan.width - 1
+        wide = torch.promote_types(mixed_TX.dtype, torch.float32)
         last_P = mixed_TX.new_zeros(plan.num_prompts * reach, mixed_TX.shape[1])
         last_P = last_P.index_copy(0, plan.last_P, mixed_TX.index_select(0, plan.last))
-        wide_EX = mixed_TX.new_zeros(plan.num_wide, mixed_TX.shape[1]).index_copy(0, plan.wide_T, mixed_TX)
+        rows_EX = mixed_TX.new_zeros(plan.num_wide, mixed_TX.shape[1], dtype=wide)
+        rows_EX = rows_EX.index_copy(0, plan.wide_T, mixed_TX.to(wide))
         if len(plan.before):
-            rows = last_P if plan.num_prompts else params.kept(self._layer_number, LAST_ROWS)
-            wide_EX = wide_EX.index_copy(0, plan.before_E, rows.index_select(0, plan.before))
-        taps_WX = self.conv_weight[:, 0].T
+            before = last_P if plan.num_prompts else params.kept(self._layer_number, LAST_ROWS)
+            rows_EX = rows_EX.index_copy(0, plan.before_E, before.index_select(0, plan.before).to(wide))
+        taps_WX = self.conv_weight[:, 0].T.to(wide)
         length = plan.num_wide - reach
-        conv_EX = wide_EX[:length] * taps_WX[0]
-        for back in range(1, plan.width):
-            conv_EX = torch.addcmul(conv_EX, wide_EX[back : back + length], taps_WX[back])
-        conv_TX = F.silu(conv_EX.index_select(0, plan.wide_T - reach))
+        conv_EX = rows_EX[:length] * taps_WX[0]
+        for tap in range(1, plan.width):
+            conv_EX = torch.addcmul(conv_EX, rows_EX[tap : tap + length], taps_WX[tap])
+        conv_TX = F.silu(conv_EX.index_select(0, plan.wide_T - reach)).to(mixed_TX.dtype)
         return last_P, conv_TX.unflatten(-1, mixed_THX.shape[1:])
 
     def _run(

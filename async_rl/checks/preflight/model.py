@@ -22,6 +22,9 @@ TEACHER = "algorithm.teacher"
 CRITIC = "algorithm.options.critic_path"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+BESIDE_IMAGES = "model.language_model."
+"""What precedes the names of a model that is a part of one with images."""
+
 VALUE_HEADS = ("score.", "v_head.", "value_head.")
 """Of reward models and critics, which need no other head."""
 
@@ -253,6 +256,12 @@ def require_supported(files: ModelFiles, *, is_whole: bool = True) -> None:
 def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path) -> None:
     """Checks what is silently left out, or found late, where files and config.json do not belong together."""
     named, tensors = files.named, stored_tensors(directory)
+    if any(name.startswith(BESIDE_IMAGES) for name in tensors):
+        raise ConfigError(
+            f"{named} has its tensors under {BESIDE_IMAGES!r}, as a part of a model with images: save its text model "
+            "with transformers, AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., "
+            "save_original_format=False)"
+        )
     require_sizes(named, shape, tensors)
     is_policy = not any(name.startswith(VALUE_HEADS) for name in tensors)
     if HEAD not in tensors and not shape.tied and is_policy:

@@ -114,10 +114,11 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
     optimizer, 1 rank again."""
     stages = ["1", "tensor", "context", "pipeline", "interleaved", "replicas", "1 again"]
     # Tied embeddings and query norms in one; in the other an output layer, biases, a key head that ranks share, and
-    # stages and chunks of different lengths.
+    # stages and chunks of different lengths. In the third gated delta nets, gates, and two kinds of layers.
     models = {
-        "float32": tiny_model("qwen3", tied=True, num_hidden_layers=4),
-        "bfloat16": tiny_model("qwen2", num_key_value_heads=1, num_hidden_layers=5),
+        "a": ("float32", tiny_model("qwen3", tied=True, num_hidden_layers=4)),
+        "b": ("bfloat16", tiny_model("qwen2", num_key_value_heads=1, num_hidden_layers=5)),
+        "c": ("float32", tiny_model("qwen3_next", num_hidden_layers=4)),
     }
 
     def stage(number: int, **options: Any) -> list[Run]:
@@ -125,13 +126,13 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
         return [
             Run(
                 str(model),
-                str(tmp_path / dtype / stages[number]),
+                str(tmp_path / name / stages[number]),
                 number + 1,
                 (number + 1,),
                 {"model": {"dtype": dtype}, "trainer": options},
-                str(tmp_path / dtype / stages[number - 1] / f"iteration-00000{number}") if number else None,
+                str(tmp_path / name / stages[number - 1] / f"iteration-00000{number}") if number else None,
             )
-            for dtype, model in models.items()
+            for name, (dtype, model) in models.items()
         ]
 
     interleaved = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
@@ -147,12 +148,12 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
     )
     for run in stage(6):
         run(parallel)
-    for dtype, model in models.items():
-        expected = tmp_path / dtype / "uninterrupted"
+    for name, (dtype, model) in models.items():
+        expected = tmp_path / name / "uninterrupted"
         Run(str(model), str(expected), 7, tuple(range(1, 8)), {"model": {"dtype": dtype}})(parallel)
-        for number, name in enumerate(stages):
+        for number, of_stage in enumerate(stages):
             checkpoint = f"iteration-00000{number + 1}"
-            assert_same(tmp_path / dtype / name / checkpoint, expected / checkpoint)
+            assert_same(tmp_path / name / of_stage / checkpoint, expected / checkpoint)
 
 
 @pytest.mark.distributed

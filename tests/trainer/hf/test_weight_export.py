@@ -71,6 +71,8 @@ def test_two_ranks_stream_the_original_bytes_and_hold_a_parcel_at_a_time(
         {"checkpoint": tiny_model("qwen3", tied=True, num_hidden_layers=5), "layout": VPP2, "bucket_bytes": BIG_BUCKET},
         {"checkpoint": tiny_model("glm4_moe", num_hidden_layers=4), "layout": VPP2, "bucket_bytes": SMALL_BUCKET},
         {"checkpoint": tiny_model("qwen3_moe"), "layout": {**CP2, **EP2}, "bucket_bytes": SMALL_BUCKET},
+        {"checkpoint": tiny_model("qwen3_next"), "layout": TP2, "bucket_bytes": SMALL_BUCKET},
+        {"checkpoint": tiny_model("qwen3_5_text", num_key_value_heads=1), "layout": TP2, "bucket_bytes": 1},
     ]
     reports = run_cases(2, cases, tmp_path)
     require_original_streams(reports, cases, tmp_path)
@@ -95,6 +97,8 @@ def test_four_ranks_stream_the_original_bytes(tiny_model: Callable[..., Path], t
         ("qwen3", True, {**CP2, **PP2}),
         ("qwen3_moe", False, {**TP2, **CP2, "expert_parallel": 4}),
         ("glm4_moe", True, {**TP2, **PP2, **EP2}),
+        ("qwen3_next", False, {**TP2, **PP2, **EP2}),
+        ("qwen3_5_text", True, {**TP2, **PP2}),
     ]
     cases = [
         {"checkpoint": tiny_model(family, tied=tied), "layout": layout, "bucket_bytes": SMALL_BUCKET}

@@ -203,6 +203,15 @@ def test_a_head_that_would_be_left_out_or_is_missing_is_refused(tmp_path: Path) 
         require_supported(ModelFiles.find(str(own)))
 
 
+def test_a_text_model_under_the_names_of_one_with_images_is_refused_with_the_way_to_save_it(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, "qwen3_5_text")
+    weights = load_file(path / "model.safetensors")
+    beside_images = {name.replace("model.", "model.language_model."): tensor for name, tensor in weights.items()}
+    save_file(beside_images, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"under 'model\.language_model\.', .* save_original_format=False"):
+        require_supported(ModelFiles.find(str(path)))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "stored"), [("num_hidden_layers", -1, "layers"), ("vocab_size", 1, "an embedding of")]
 )
