@@ -75,22 +75,23 @@ class StackedExperts(MegatronModule):
         """Each expert under its own number, gate and up separately, whole on the rank that has it."""
         assert not sharded_offsets, "layers are saved under their own numbers"
         return {
-            f"{prefix}weight1": self._sharded(f"{prefix}weight1", self.weight1, prefix, _gate_and_up),
-            f"{prefix}weight2": self._sharded(f"{prefix}weight2", self.weight2, prefix, _down),
+            f"{prefix}weight1": self._sharded(f"{prefix}weight1", self.weight1, _gate_and_up),
+            f"{prefix}weight2": self._sharded(f"{prefix}weight2", self.weight2, _down),
         }
 
     def _sharded(
         self,
         key: str,
         weight: torch.nn.Parameter,
-        prefix: str,
         parts: Callable[[torch.Tensor], dict[str, torch.Tensor]],
     ) -> ShardedTensorFactory:
-        def build(_: str, stacked: torch.Tensor, replica_id: Any, flattened_range: None) -> list[ShardedTensor]:
+        def build(name: str, stacked: torch.Tensor, replica_id: Any, flattened_range: None) -> list[ShardedTensor]:
+            # Megatron has changed the layer's number in it to that within the whole model.
+            prefix = name.removesuffix("weight1").removesuffix("weight2")
             return [
-                ShardedTensor.from_rank_offsets(f"{prefix}experts.{number}.{name}", part, replica_id=replica_id)
+                ShardedTensor.from_rank_offsets(f"{prefix}experts.{number}.{kind}", part, replica_id=replica_id)
                 for number, expert in enumerate(stacked, start=self._first_expert)
-                for name, part in parts(expert).items()
+                for kind, part in parts(expert).items()
             ]
 
         return ShardedTensorFactory(key, weight, build, torch.stack, replica_id=(0, 0, self._dp_rank))
