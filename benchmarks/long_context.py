@@ -8,7 +8,7 @@ JSON list with an object per form:
 
 - `peak_bytes`: the largest rank's peak of tensors above those of weights and gradients, counted from the allocator's
   own events. What libraries take outside of tensors is not in it. With `--without-products` attention returns zeros in
-  place of its products, which are quadratic in N and take an hour of a CPU at 128k tokens; the tensors are the same.
+  place of its products, which are quadratic in N and slow on a CPU; the tensors are the same.
 - `sent_bytes_per_layer`: what a rank sends of a layer, forward and backward, without recomputation: counted at each
   collective of `LAYERS` and `LAYERS` + 1 layers, with the traffic of a ring for gathers and sums; `formula_bytes` is
   what docs/long_context.md says.

@@ -34,6 +34,14 @@ def test_a_context_lengthened_by_yarn_is_trained(tmp_path: Path, tiny_model: Cal
     require_equal_log_probs(run)
 
 
+def test_ranks_that_share_rows_train_whole_runs(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    """Canaries at each publish, and groups in two stages."""
+    run = Run(tmp_path, tiny_model("qwen3_moe"))
+    layout = ("--trainer.context_parallel=2", "--trainer.expert_parallel=2", "--trainer.num_processes=2")
+    run.train(*layout, "--trainer.micro_batch_tokens=20", "--publish.canary=always", "--optimizer.learning_rate=1e-3")
+    require_equal_log_probs(run)
+
+
 def require_equal_log_probs(run: Run) -> None:
     proofs = run.lines("ledger.jsonl")
     assert len(proofs) == 3 and all(proof["on_policy"] for proof in proofs)
