@@ -95,6 +95,8 @@ def test_routes_are_those_of_their_rows_and_padding_has_those_of_the_first() -> 
     routes_TW = make_micro_batch(slices_of(groups), CPU, RowShare(4)).rows.routes_TW
     assert routes_TW is not None
     assert routes_TW.tolist() == [[n, n + 1] for n in (1, 2, 11, 100, 101, 300, 100, 1)]
+    second = make_micro_batch(slices_of(groups), CPU, RowShare(4, rank=1, ways=2)).rows.routes_TW
+    assert second is not None and second.tolist() == routes_TW[4:].tolist()
     whole, _ = slices_of(groups)
     prompt = make_prompt_rows(whole, CPU, RowShare(3)).routes_TW
     micro_group = make_micro_group(GroupSlice(whole.group, whole.prompt, [1, 2]), CPU, RowShare(3)).rows.routes_TW

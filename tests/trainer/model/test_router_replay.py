@@ -114,6 +114,7 @@ def test_the_base_below_adapters_chooses_its_own(tiny_model: Callable[..., Path]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"tensor_parallel": 2},
+    "CP2": {"context_parallel": 2, "recompute": "selective"},
     "TP2 EP2": {"tensor_parallel": 2, "expert_parallel": 2, "recompute": "selective"},
     "PP2": {"pipeline_parallel": 2, "recompute": "full"},
     "PP2 VPP2": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2, "recompute": "selective"},
