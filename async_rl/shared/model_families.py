@@ -4,15 +4,54 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-QKV_BIAS, OUT_BIAS, MLP_BIAS, QK_NORM = "qkv_bias", "out_bias", "mlp_bias", "qk_norm"
-"""Features of layers: biases of queries, keys and values, of attention's output, of the feed-forward part's layers, and
-norms of each head's queries and keys."""
+QKV_BIAS, OUT_BIAS, MLP_BIAS = "qkv_bias", "out_bias", "mlp_bias"
+"""Features of layers: biases of queries, keys and values, of attention's output, of the feed-forward part's layers."""
 
-OUT_GATE, NORMS_FROM_ONE = "out_gate", "norms_from_one"
-"""Gates of attention's output, made with the queries; and norms that multiply by 1 + w."""
+QK_NORM, JOINT_QK_NORM = "qk_norm", "joint_qk_norm"
+"""Norms of queries and keys: of each head's, or one of all heads' together."""
+
+Norms = tuple[str | None, str | None, str | None, str | None]
+"""Names in checkpoints of a layer's norms: of what attention reads and adds to the residual stream, and of what the
+feed-forward part reads and adds; None where there is none."""
+
+NORMS_BEFORE: Final[Norms] = ("input_layernorm", None, "post_attention_layernorm", None)
+NORMS_AFTER: Final[Norms] = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+NORMS_AROUND: Final[Norms] = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
+SILU: Final = ("silu", "swish")
+GELU: Final = ("gelu_pytorch_tanh",)
+"""Activations by transformers' names."""
+
+OUT_GATE = "out_gate"
+"""Gates of attention's output, made with the queries."""
 
 ORIGINAL: Final = "original_max_position_embeddings"
 QUERY_BETA: Final = "llama_4_scaling_beta"
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How a family's layers get a window: layers attend to that many of the last tokens only.
+
+    Attributes:
+        size: sliding_window where config.json leaves it out.
+        default: layers without one where config.json does not list them: None, no layer; a number, each so manieth.
+            "last" has windows in the layers after max_window_layers only, "unrotated" in those that are not rotated.
+        by_layer: layer_types counts.
+        switched: only with use_sliding_window.
+        is_pattern_read: sliding_window_pattern is the number of `default`, where config.json has it.
+    """
+
+    size: int | None
+    default: int | Literal["last", "unrotated"] | None = None
+    by_layer: bool = True
+    switched: bool = False
+    is_pattern_read: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +76,16 @@ class Family:
         has_latents: has multi-head latent attention.
         rope_ignored: keys of its rotary embeddings that say nothing about text.
         rotary_share: partial_rotary_factor where config.json leaves it out; None where transformers reads none.
+        norms: those of its layers.
+        norm_offset: what norms add to their weights.
+        activation, activation_key: names of the one that its feed-forward parts have, and the key that has it.
+        has_scaled_embedding: multiplies the embedding by the root of the hidden size, rounded to the model's dtype, and
+            attention's scores by that of 1 / query_pre_attn_scalar.
+        unset: keys that config.json must leave out, or have false or null.
+        windows: how layers get windows; None where transformers reads none.
+        local_theta: rope_theta of layers with a window, where config.json leaves it out, in families whose rotary
+            embeddings differ by kind of layer; None in others.
+        local_theta_key: what config.json also calls that.
     """
 
     head_dim: int | None = None
@@ -56,6 +105,15 @@ class Family:
     has_latents: bool = False
     rotary_share: float | None = None
     rope_ignored: frozenset[str] = frozenset()
+    norms: Norms = NORMS_BEFORE
+    norm_offset: float = 0.0
+    activation: tuple[str, ...] = SILU
+    activation_key: str = "hidden_act"
+    has_scaled_embedding: bool = False
+    unset: tuple[str, ...] = ()
+    windows: Windows | None = None
+    local_theta: float | None = None
+    local_theta_key: str | None = None
 
 
 HEAD_DIM, KV_HEADS = "head_dim", "num_key_value_heads"
@@ -81,13 +139,39 @@ TABLE: Final[Mapping[str, Family]] = {
         derived=frozenset({KV_HEADS}),
         features=frozenset({QK_NORM}),
         features_of=_ATTENTION,
+        windows=Windows(4096, "last", switched=True),
     ),
-    "qwen3_moe": Family(kv_heads=4, features=frozenset({QK_NORM}), features_of=_ATTENTION, experts="qwen"),
-    "qwen2": Family(kv_heads=32, derived=frozenset({KV_HEADS}), features=frozenset({QKV_BIAS})),
+    "qwen3_moe": Family(
+        kv_heads=4,
+        features=frozenset({QK_NORM}),
+        features_of=_ATTENTION,
+        experts="qwen",
+        windows=Windows(4096, by_layer=False, switched=True),
+    ),
+    "qwen2": Family(
+        kv_heads=32,
+        derived=frozenset({KV_HEADS}),
+        features=frozenset({QKV_BIAS}),
+        windows=Windows(4096, "last", switched=True),
+    ),
     "llama": Family(derived=frozenset({HEAD_DIM, KV_HEADS}), features_of=_BOTH),
-    "mistral": Family(kv_heads=8, derived=frozenset({HEAD_DIM})),
-    "ministral3": Family(head_dim=128, kv_heads=8, norm_eps=1e-5, rope=_MINISTRAL, scales_queries=True),
-    "smollm3": Family(kv_heads=4, derived=frozenset({KV_HEADS}), theta=2e6, tied=True, features_of=_BOTH),
+    "mistral": Family(kv_heads=8, derived=frozenset({HEAD_DIM}), windows=Windows(4096, by_layer=False)),
+    "ministral3": Family(
+        head_dim=128,
+        kv_heads=8,
+        norm_eps=1e-5,
+        rope=_MINISTRAL,
+        scales_queries=True,
+        windows=Windows(None, by_layer=False),
+    ),
+    "smollm3": Family(
+        kv_heads=4,
+        derived=frozenset({KV_HEADS}),
+        theta=2e6,
+        tied=True,
+        features_of=_BOTH,
+        windows=Windows(None, "unrotated", switched=True),
+    ),
     "seed_oss": Family(
         head_dim=128,
         kv_heads=8,
@@ -112,7 +196,8 @@ TABLE: Final[Mapping[str, Family]] = {
     "qwen3_next": Family(
         head_dim=256,
         kv_heads=2,
-        features=frozenset({QK_NORM, OUT_GATE, NORMS_FROM_ONE}),
+        features=frozenset({QK_NORM, OUT_GATE}),
+        norm_offset=1.0,
         features_of=_ATTENTION,
         experts="qwen_shared",
         delta="by_head",
@@ -121,11 +206,38 @@ TABLE: Final[Mapping[str, Family]] = {
     "qwen3_5_text": Family(
         head_dim=256,
         kv_heads=4,
-        features=frozenset({QK_NORM, OUT_GATE, NORMS_FROM_ONE}),
+        features=frozenset({QK_NORM, OUT_GATE}),
+        norm_offset=1.0,
         features_of=_ATTENTION,
         delta="apart",
         rotary_share=0.25,
         rope_ignored=frozenset({"mrope_section", "mrope_interleaved"}),
+    ),
+    "olmo2": Family(norm_eps=1e-5, features=frozenset({JOINT_QK_NORM}), features_of=_ATTENTION, norms=NORMS_AFTER),
+    "olmo3": Family(
+        norm_eps=1e-5,
+        theta=5e5,
+        features=frozenset({JOINT_QK_NORM}),
+        features_of=_ATTENTION,
+        norms=NORMS_AFTER,
+        windows=Windows(4096, 4),
+        local_theta=5e5,
+    ),
+    "gemma3_text": Family(
+        head_dim=256,
+        theta=1e6,
+        tied=True,
+        features=frozenset({QK_NORM}),
+        features_of=_ATTENTION,
+        norms=NORMS_AROUND,
+        norm_offset=1.0,
+        activation=GELU,
+        activation_key="hidden_activation",
+        has_scaled_embedding=True,
+        unset=("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"),
+        windows=Windows(4096, 6, is_pattern_read=True),
+        local_theta=1e4,
+        local_theta_key="rope_local_base_freq",
     ),
 }
 """By `model_type`."""
@@ -135,6 +247,9 @@ SAME_AS: Final = {"kimi_k2": "deepseek_v3"}
 
 BIAS_KEYS: Final = ("attention_bias", "attention_out_bias", "mlp_bias")
 """Keys of config.json that a family without them in `features_of` must not have set."""
+
+QUERY_SCALAR: Final = "query_pre_attn_scalar"
+DEFAULT_QUERY_SCALAR: Final = 256
 
 MULTIPLIERS: Final = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 """Granite's keys, each 1 where config.json leaves it out."""

@@ -7,29 +7,33 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from async_rl.shared.layer_windows import FULL, SLIDING, unheld_windows
 from async_rl.shared.model_families import BIAS_KEYS, ORIGINAL, QUERY_BETA, ROPE_KEYS, ROPE_KINDS, Family
 
 DEEPSEEKS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 """Keys of DeepSeek-V3's config.json that transformers does not read, and the only values that it holds."""
 
-MISTRALS_WINDOW = 4096
-"""Where its config.json leaves it out; null is none."""
-
-FULL, LINEAR = "full_attention", "linear_attention"
-
 
 def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
     """What of the config is not held: how it is written there, and what would be held."""
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        yield f"hidden_act {config['hidden_act']!r}", "'silu'"
+    if config.get(traits.activation_key, traits.activation[0]) not in traits.activation:
+        yield f"{traits.activation_key} {config[traits.activation_key]!r}", repr(traits.activation[0])
+    for name in traits.unset:
+        if config.get(name):
+            yield f"{name} {config[name]!r}", "none"
     for name in BIAS_KEYS:
         if config.get(name, False) is not False and name not in traits.features_of:
             yield f"{name} {json.dumps(config[name])}", "false"
     if (quantized := config.get("quantization_config")) not in (None, {}) and fp8_block(config) is None:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         yield f"quantization_config of {method!r}", "weights that are not quantized, or fp8 with a weight_block_size"
-    yield from _of_windows(config, traits)
-    yield from _of_rope(config, traits)
+    yield from unheld_windows(config, traits)
+    if traits.local_theta is None:
+        yield from _of_rope(config, traits, *rope_of(config, traits))
+    else:
+        yield from _of_ropes(config, traits)
+    if traits.delta and config.get("attn_output_gate") is False:
+        yield "attn_output_gate false", "true"
     if traits.experts in ("qwen", "qwen_shared"):
         yield from _of_experts(config)
     is_renormalized = traits.experts and config.get("norm_topk_prob", traits.experts != "qwen")
@@ -45,35 +49,20 @@ def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
         yield f"num_key_value_heads {config['num_key_value_heads']}", f"{heads}, as num_attention_heads"
 
 
-def _of_windows(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
-    kinds, num_layers = config.get("layer_types"), config.get("num_hidden_layers")
-    held = {FULL, LINEAR} if traits.delta else {FULL}
-    either = f"{LINEAR!r} or {FULL!r}" if traits.delta else repr(FULL)
-    others = sorted(set(map(str, kinds)) - held) if isinstance(kinds, list) else []
-    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
-        yield f"layer_types {kinds!r}", f"{either} for each of num_hidden_layers = {num_layers!r}, or none"
-    elif others:
-        yield f"layer_types with {others[0]!r}", f"{either} in every layer"
-    if traits.delta and config.get("attn_output_gate") is False:
-        yield "attn_output_gate false", "true"
-    family = config.get("model_type")
-    window = config.get("sliding_window", MISTRALS_WINDOW if family == "mistral" else None)
-    if family in ("mistral", "ministral3") and window is not None:
-        yield f"sliding_window {window}", "null"
-    # Layers below the last of `max_window_layers` attend to all; other families have the window in every layer.
-    first = config.get("max_window_layers", 28) if family in ("qwen2", "qwen3") else 0
-    is_used = not (isinstance(first, int) and isinstance(num_layers, int)) or first < num_layers
-    has_window = config.get("use_sliding_window") and config.get("sliding_window", 4096) is not None
-    if not kinds and has_window and is_used:
-        yield f"use_sliding_window true with sliding_window {config.get('sliding_window', 4096)}", "false"
+def _of_ropes(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
+    """Of a family whose rotary embeddings differ by kind of layer."""
+    by_kind = config.get("rope_parameters") or {}
+    if not isinstance(by_kind, Mapping) or by_kind.keys() - {FULL, SLIDING}:
+        yield "rope_parameters of other keys", f"{FULL!r} and {SLIDING!r}, each with its own"
+    elif any(not isinstance(rope or {}, Mapping) for rope in (*by_kind.values(), config.get("rope_scaling"))):
+        yield "rope_parameters of other values", f"{FULL!r} and {SLIDING!r}, each with its own"
+    else:
+        yield from _of_rope(config, traits, *rope_of(config, traits))
+        yield from _of_rope(config, traits, "rope_parameters", local_rope(config, traits))
 
 
-def _of_rope(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
-    name, rope = rope_of(config, traits)
-    if not isinstance(rope, Mapping):
-        yield f"{name} {rope!r}", "an object"
-        return
-    if any(isinstance(value, Mapping) for value in rope.values()):
+def _of_rope(config: Mapping[str, Any], traits: Family, name: str, rope: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         yield f"{name} by layer type", "the same in every layer"
         return
     kind = rope_type(rope)
@@ -95,10 +84,20 @@ def _of_rope(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
 
 
 def rope_of(config: Mapping[str, Any], traits: Family) -> tuple[str, Any]:
-    """Rotary embeddings as the config has them, and the name that it gives them."""
+    """Rotary embeddings as the config has them, of layers without a window where it tells kinds of layers apart, and
+    the name that it gives them."""
     name = "rope_parameters" if config.get("rope_scaling") in (None, {}) else "rope_scaling"
+    if traits.local_theta is not None:
+        by_kind = config.get("rope_parameters") or {}
+        return name, {**(by_kind.get(FULL) or {}), **(config.get("rope_scaling") or {})}
     rope = config.get(name)
     return name, traits.rope if rope in (None, {}) else rope
+
+
+def local_rope(config: Mapping[str, Any], traits: Family) -> dict[str, Any]:
+    """Those of layers with a window, with their base."""
+    theta = config.get(traits.local_theta_key or "", traits.local_theta)
+    return {"rope_theta": theta, **((config.get("rope_parameters") or {}).get(SLIDING) or {})}
 
 
 def _is_share(share: object) -> bool:

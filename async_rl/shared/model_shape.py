@@ -10,8 +10,12 @@ from math import log
 from typing import Any, NamedTuple
 
 from async_rl.errors import ConfigError
+from async_rl.shared.layer_windows import LINEAR, window_of, windowed_layers
 from async_rl.shared.model_families import (
+    DEFAULT_QUERY_SCALAR,
+    GELU,
     HEAD_DIM,
+    JOINT_QK_NORM,
     KV_HEADS,
     MLP_BIAS,
     MULTIPLIERS,
@@ -21,12 +25,14 @@ from async_rl.shared.model_families import (
     QK_NORM,
     QKV_BIAS,
     QUERY_BETA,
+    QUERY_SCALAR,
     ROPE_KINDS,
     SAME_AS,
     TABLE,
     Family,
+    Norms,
 )
-from async_rl.shared.model_limits import LINEAR, not_held, rope_of, rope_type
+from async_rl.shared.model_limits import local_rope, not_held, rope_of, rope_type
 
 FAMILIES = tuple(TABLE)
 """`model_type` of the models that the trainer supports."""
@@ -136,13 +142,14 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Multipliers:
-    """Granite's: of the embedding, of attention's scores in place of 1 / sqrt(head dimension), and of what each half of
-    a layer adds; logits are divided by `logits`."""
+    """Of the embedding, of attention's scores in place of 1 / sqrt(head dimension), and of what each half of a layer
+    adds; logits are divided by `logits`. With `is_rounded` that of the embedding has the model's dtype."""
 
     embedding: float
     attention: float
-    residual: float
-    logits: float
+    residual: float = 1.0
+    logits: float = 1.0
+    is_rounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +160,8 @@ class ModelShape:
     output layer uses the embedding's weights. `experts` replace, in every layer, one feed-forward part of `ffn_size`.
     With `gives_values` the output layer is a critic's head, which no checkpoint's config says. `added_features` are
     those that not all models of the family have. Queries at position p are multiplied by 1 + b log(1 + p // n) for
-    `query_scaling` (b, n).
+    `query_scaling` (b, n). Layers in `windowed_layers` (from 1) attend to the last `window` tokens only, a token itself
+    among them; with `local_rope` they have a base and scaling of their own.
     """
 
     family: str
@@ -177,6 +185,9 @@ class ModelShape:
     latents: Latents | None = None
     delta: DeltaNet | None = None
     rotary_share: float = 1.0
+    window: int | None = None
+    windowed_layers: frozenset[int] = frozenset()
+    local_rope: tuple[float, Rope | None] | None = None
     num_predictors: int = 0
     """Layers for multi-token prediction that checkpoints may have after the last one; not trained."""
 
@@ -225,6 +236,8 @@ class ModelShape:
                 f"{named} rotates {rotated} dimensions of a head ({keys} of its config.json): expected an even number "
                 "from 2; download it again"
             )
+        unrotated = _unrotated_layers(config, size("num_hidden_layers"), named)
+        windowed = windowed_layers(config, traits, size("num_hidden_layers"), unrotated)
         return cls(
             family=family,
             num_layers=size("num_hidden_layers"),
@@ -243,11 +256,12 @@ class ModelShape:
             delta=_delta(config, size, named) if traits.delta else None,
             rotary_share=rotary_share,
             num_predictors=num_predictors if type(num_predictors) is int else 0,
-            unrotated_layers=_unrotated_layers(config, size("num_hidden_layers"), named),
+            unrotated_layers=unrotated,
+            window=window_of(config, traits.windows) if windowed else None,
+            windowed_layers=windowed,
+            local_rope=_local_rope(config, traits, named),
             added_features=_added_features(config, traits, named),
-            multipliers=Multipliers(*(_positive(named, key, config.get(key, 1)) for key in MULTIPLIERS))
-            if traits.multiplies
-            else None,
+            multipliers=_multipliers(config, traits, hidden, named),
             query_scaling=(_positive(named, QUERY_BETA, rope[QUERY_BETA]), _positive(named, ORIGINAL, rope[ORIGINAL]))
             if traits.scales_queries
             else None,
@@ -262,8 +276,15 @@ class ModelShape:
         return feature in TABLE[self.family].features or feature in self.added_features
 
     @property
-    def qk_norm(self) -> bool:
-        return self.has(QK_NORM)
+    def qk_norm_heads(self) -> tuple[int, int] | None:
+        """Heads that one norm of queries, and one of keys, is over; None without such norms."""
+        if self.has(JOINT_QK_NORM):
+            return self.num_heads, self.num_kv_heads
+        return (1, 1) if self.has(QK_NORM) else None
+
+    @property
+    def norms(self) -> Norms:
+        return TABLE[self.family].norms
 
     @property
     def attention_scale(self) -> float:
@@ -274,6 +295,19 @@ class ModelShape:
         # DeepSeek-V3 has the rest of YaRN's factor of cosine and sine here, which covers the unrotated part, too.
         mscale = 0.1 * yarn.get("mscale_all_dim", 0) * log(max(1.0, yarn.get("factor", 1.0))) + 1
         return float(mscale**2 * self.head_dim**-0.5)
+
+    @property
+    def norm_offset(self) -> float:
+        return TABLE[self.family].norm_offset
+
+    @property
+    def has_gelu(self) -> bool:
+        """Whether its activation is GELU's approximation by tanh, not SiLU."""
+        return TABLE[self.family].activation == GELU
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a layer, from 1, attends to; None if all."""
+        return self.window if layer in self.windowed_layers else None
 
     @property
     def rotary_dim(self) -> int:
@@ -348,7 +382,7 @@ class ModelShape:
         hidden, out = self.hidden_size, self.num_heads * self.value_dim
         if (sizes := self.latents) is None:
             bias = self.qkv_size if self.has(QKV_BIAS) else 0
-            norms = 2 * self.head_dim if self.qk_norm else 0
+            norms = sum(self.qk_norm_heads or ()) * self.head_dim
             return hidden * (self.qkv_size + out) + bias, norms + hidden * self.has(OUT_BIAS)
         query = (sizes.q_rank or hidden) * self.num_heads * self.head_dim
         keys = sizes.kv_rank * self.num_heads * (sizes.nope_dim + sizes.value_dim)
@@ -366,7 +400,7 @@ class ModelShape:
     def layer_parameters(self, layer: int) -> "LayerParameters":
         """Of one layer, from 0."""
         divided, whole = self._delta_parameters if self.has_delta(layer) else self._attention_parameters
-        whole += 2 * self.hidden_size
+        whole += sum(name is not None for name in self.norms) * self.hidden_size
         if not self.has_experts(layer):
             bias = 2 * self.ffn_size if self.has(MLP_BIAS) else 0
             ffn = 3 * self.hidden_size * self.ffn_size
@@ -474,6 +508,23 @@ def _scaled_rope(config: Mapping[str, Any], rope: Mapping[str, Any], named: str)
     return Rope(kind, tuple(sorted(given.items())))
 
 
+def _multipliers(config: Mapping[str, Any], traits: Family, hidden_size: int, named: str) -> Multipliers | None:
+    if traits.multiplies:
+        embedding, attention, residual, logits = (_positive(named, key, config.get(key, 1)) for key in MULTIPLIERS)
+        return Multipliers(embedding, attention, residual, logits)
+    if traits.has_scaled_embedding:
+        scalar = _positive(named, QUERY_SCALAR, config.get(QUERY_SCALAR, DEFAULT_QUERY_SCALAR))
+        return Multipliers(hidden_size**0.5, scalar**-0.5, is_rounded=True)
+    return None
+
+
+def _local_rope(config: Mapping[str, Any], traits: Family, named: str) -> tuple[float, Rope | None] | None:
+    if traits.local_theta is None:
+        return None
+    rope = local_rope(config, traits)
+    return _positive(named, "rope_theta", rope["rope_theta"]), _scaled_rope(config, rope, named)
+
+
 def _family_of(config: Mapping[str, Any], named: str) -> str:
     """The family, all of whose features are supported.
 
@@ -515,8 +566,6 @@ def _delta(config: Mapping[str, Any], size: Callable[..., int], named: str) -> D
     if kinds is None:
         interval = size("full_attention_interval", default=FULL_INTERVAL)
         kinds = [LINEAR if (layer + 1) % interval else "" for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise damaged(named, "layer_types", kinds, f"the kind of each of its {num_layers} layers")
     found = DeltaNet(
         num_key_heads=size("linear_num_key_heads", default=16),
         num_value_heads=size("linear_num_value_heads", default=32),

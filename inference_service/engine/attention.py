@@ -4,6 +4,9 @@ The queries of all responses that share a segment are the rows of one product wi
 response's own tokens and over the segments of its prompt are merged by their log-sum-exp, which is exact, as in
 flash decoding and Hydragen (arXiv 2402.05099). Nothing is gathered but queries and outputs.
 
+Layers that attend to the last W tokens only do the same, with what is further away excluded by its position; where all
+of a part is, its log-sum-exp is so low that merging leaves it out.
+
 Shapes: T queries of a step, R responses that decode (the first R queries), H heads, K key-value heads, G = H / K,
 D head size; N slots of a shelf, L keys.
 """
@@ -15,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from inference_service.engine.kernels import Kernels, group_rows, length_bias
+from inference_service.engine.kernels import MASKED, Attended, Kernels, group_rows, length_bias
 from inference_service.engine.parts import OwnPart, SharedPart, Span, StepParts
+from inference_service.engine.segments import Link
 
 NAME: Final = "shared_prompt"
 
@@ -29,13 +33,16 @@ def step_attention(
     attention_mask: None,
     parts: StepParts,
     scaling: float,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Stores the new keys and values and attends; called by every attention layer of the model.
 
     `query` is [1, H, T, D]; `key` and `value` are [1, K, T, D]. Returns [1, T, H, D]. Values may be of another size
     than keys, and the outputs are then; the store and the kernels have one size, so the shorter ones get zeros behind.
+    With `sliding_window` a token attends to that many of the last ones only, itself included.
     """
+    window = None if sliding_window is None or sliding_window >= parts.longest else sliding_window
     size = value.shape[-1]
     if size != key.shape[-1]:
         most = max(size, key.shape[-1])
@@ -46,9 +53,9 @@ def step_attention(
     if parts.num_responses:
         responses = slice(parts.num_responses)
         _store(parts.own, layer, key_TKD, value_TKD)
-        outputs.append(_attend_responses(parts, layer, query_THD[responses], key.shape[1], scaling))
+        outputs.append(_attend_responses(parts, layer, query_THD[responses], key.shape[1], scaling, window))
     for span in parts.spans:
-        outputs.append(_attend_span(parts.kernels, span, layer, query, key, value, scaling))
+        outputs.append(_attend_span(parts.kernels, span, layer, query, key, value, scaling, window))
     if parts.num_padding:
         outputs.append(query_THD.new_zeros(parts.num_padding, *query_THD.shape[1:]))
     output_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -62,7 +69,7 @@ def _store(own: Listing[OwnPart], layer: int, key_TKD: torch.Tensor, value_TKD: 
 
 
 def _attend_responses(
-    parts: StepParts, layer: int, query_RHD: torch.Tensor, num_kv_heads: int, scaling: float
+    parts: StepParts, layer: int, query_RHD: torch.Tensor, num_kv_heads: int, scaling: float, window: int | None
 ) -> torch.Tensor:
     num_responses, num_heads, head_dim = query_RHD.shape
     query_RKGD = query_RHD.reshape(num_responses, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -71,12 +78,17 @@ def _attend_responses(
         keys, values = (
             x[layer][: part.shelf.num_in_use, :, : part.length] for x in (part.shelf.keys, part.shelf.values)
         )
-        out_NKGD, lse_NKG = parts.kernels.attend(query_RKGD[part.query_of_slot], keys, values, part.bias, scaling)
+        bias = part.bias
+        if window is not None:
+            places_L = torch.arange(part.length, device=query_RHD.device)
+            bias = _excluding(bias, (places_L < part.lengths[:, None] - window)[:, None, None])
+        out_NKGD, lse_NKG = parts.kernels.attend(query_RKGD[part.query_of_slot], keys, values, bias, scaling)
         outputs.append(out_NKGD[part.slots])
         lses.append(lse_NKG[part.slots])
     out_RKGD, lse_RKG = (x[0] if len(x) == 1 else torch.cat(x) for x in (outputs, lses))
     for shared in parts.shared:
-        out_MKGD, lse_MKG = _attend_shared(parts.kernels, shared, layer, query_RKGD, scaling)
+        last = None if window is None else parts.positions[shared.queries] - window - shared.starts
+        out_MKGD, lse_MKG = _attend_shared(parts.kernels, shared, layer, query_RKGD, scaling, last)
         if len(shared.responses) == parts.num_responses:
             out_RKGD, lse_RKG = merge(out_RKGD, lse_RKG, out_MKGD, lse_MKG)
         else:
@@ -85,16 +97,32 @@ def _attend_responses(
     return out_RKGD.reshape(num_responses, num_heads, head_dim)
 
 
+def _excluding(bias: torch.Tensor | None, is_outside: torch.Tensor) -> torch.Tensor:
+    """The bias, where there is one, with more keys excluded: [N, 1, rows, L]."""
+    start = torch.zeros(is_outside.shape, device=is_outside.device) if bias is None else bias
+    return start.masked_fill(is_outside, MASKED)
+
+
 def _attend_shared(
-    kernels: Kernels, part: SharedPart, layer: int, query_RKGD: torch.Tensor, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    kernels: Kernels,
+    part: SharedPart,
+    layer: int,
+    query_RKGD: torch.Tensor,
+    scaling: float,
+    last_outside: torch.Tensor | None,
+) -> Attended:
+    """`last_outside`, [N * width]: the last key of the segment that is too far away for a query, if any is."""
     num_kv_heads, per_kv, head_dim = query_RKGD.shape[1:]
     num_slots = part.slots.stop - part.slots.start
     keys, values = (x[layer][part.slots, :, : part.length] for x in (part.shelf.keys, part.shelf.values))
     # The heads of a response are next to each other, so that a bias of each response is one of each row.
     query_NKWGD = query_RKGD[part.queries].view(num_slots, part.width, num_kv_heads, per_kv, head_dim).transpose(1, 2)
     rows = query_NKWGD.reshape(num_slots, num_kv_heads, -1, head_dim)
-    out, lse = kernels.attend(rows, keys, values, part.bias, scaling)
+    bias = part.bias
+    if last_outside is not None:
+        places_L = torch.arange(part.length, device=rows.device)
+        bias = _excluding(bias, (places_L <= last_outside[:, None]).view(num_slots, 1, part.width, part.length))
+    out, lse = kernels.attend(rows, keys, values, bias, scaling)
     out, lse = (x.unflatten(2, (part.width, per_kv)).transpose(1, 2).flatten(0, 1) for x in (out, lse))
     return out[part.places], lse[part.places]
 
@@ -107,6 +135,7 @@ def _attend_span(
     key: torch.Tensor,
     value: torch.Tensor,
     scaling: float,
+    window: int | None,
 ) -> torch.Tensor:
     """[queries, H, D]: causal among the new tokens, and all of what is before them."""
     shelf, slot = span.place.shelf, span.place.slot
@@ -115,6 +144,8 @@ def _attend_span(
         stored[layer][slot, :, span.start : stop] = new[0, :, span.queries]
     query_1HQD = query[:, :, span.queries].to(shelf.keys[layer].dtype)
     own_keys, own_values = (x[layer][slot : slot + 1] for x in (shelf.keys, shelf.values))
+    if window is not None:
+        return _attend_span_within(kernels, span, layer, query_1HQD, scaling, window)
     out, lse = kernels.attend_from(query_1HQD, own_keys, own_values, span.start, scaling)
     for link in span.links:
         if not link.length:
@@ -128,6 +159,34 @@ def _attend_span(
         other, other_lse = kernels.attend(group_rows(query_1HQD, keys), keys, values, bias, scaling)
         out, lse = kernels.merge(out, lse, other.reshape(out.shape), other_lse.reshape(lse.shape))
     return out[0].transpose(0, 1)
+
+
+def _attend_span_within(
+    kernels: Kernels, span: Span, layer: int, query_1HQD: torch.Tensor, scaling: float, window: int
+) -> torch.Tensor:
+    """As `_attend_span`, of keys that are stored, and within the window of each query."""
+    first = span.base + span.start
+    num_queries, num_heads = query_1HQD.shape[2], query_1HQD.shape[1]
+    positions_Q = torch.arange(first, first + num_queries, device=query_1HQD.device)[:, None]
+    merged: Attended | None = None
+    own = Link(span.place, span.start + num_queries)
+    starts = [span.base - sum(link.length for link in span.links[: i + 1]) for i in range(len(span.links))]
+    for link, start in zip((own, *span.links), (span.base, *starts), strict=True):
+        begin = max(0, first - window + 1 - start)
+        if begin >= link.length:
+            continue
+        keys, values = (
+            x[layer][link.place.slot : link.place.slot + 1, :, begin : link.length]
+            for x in (link.place.shelf.keys, link.place.shelf.values)
+        )
+        places_L = torch.arange(start + begin, start + link.length, device=query_1HQD.device)
+        bias = _excluding(None, (places_L > positions_Q) | (places_L <= positions_Q - window))[None, None]
+        bias = bias.repeat(1, 1, num_heads // keys.shape[1], 1)
+        out, lse = kernels.attend(group_rows(query_1HQD, keys), keys, values, bias, scaling)
+        attended = out.reshape(query_1HQD.shape), lse.reshape(query_1HQD.shape[:3])
+        merged = attended if merged is None else kernels.merge(*merged, *attended)
+    assert merged is not None, "a token attends to itself"
+    return merged[0][0].transpose(0, 1)
 
 
 AttentionInterface.register(NAME, step_attention)

@@ -21,6 +21,7 @@ from async_rl.errors import ConfigError
 from async_rl.shared.cpu.lean_imports import without_compiler
 from async_rl.shared.cpu.memory import keep_freed_memory
 from async_rl.shared.end_tokens import EndTokens
+from async_rl.shared.layer_windows import FULL, SLIDING
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +76,10 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype, *, asleep: b
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the model {path!r}: {_first_line(error)}") from error
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
+    if others := set(getattr(model.config, "layer_types", None) or ()) - {FULL, SLIDING}:
         raise ConfigError(
-            f"the model {path!r} has layers of {sorted(kinds)}: the transformers engine serves full attention only; "
-            "serve it with vLLM"
+            f"the model {path!r} has layers of {sorted(others)}: the transformers engine serves {FULL} and {SLIDING} "
+            "only; serve it with vLLM"
         )
     if device.type == "cpu":
         keep_freed_memory()

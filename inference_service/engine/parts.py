@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -36,6 +36,8 @@ class OwnPart:
     length: int
     bias: torch.Tensor | None
     """[N, 1, 1, L]; None if all are of one length."""
+    lengths: torch.Tensor
+    """[N]: own tokens with the new one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +56,8 @@ class SharedPart:
     """[M]: the responses in this part, each once, in their order."""
     places: torch.Tensor
     """[M]: where these are among `queries`."""
+    starts: torch.Tensor
+    """[N * width]: the position of the segment's first token, for each of `queries`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +68,8 @@ class Span:
     place: Place
     start: int
     links: tuple[Link, ...]
+    base: int
+    """The position of the place's first token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +81,10 @@ class StepParts:
     own: Listing[OwnPart]
     shared: Listing[SharedPart]
     spans: Listing[Span]
+    positions: torch.Tensor
+    """[R]: of the responses' new tokens."""
+    longest: int
+    """Tokens of the longest context of any query."""
     num_padding: int = 0
     """Rows after all others that nothing reads."""
 
@@ -102,6 +112,7 @@ def own_parts(decoding: Listing[Run], device: torch.device, key_width: Width = i
                 torch.tensor([run.num_fed for run in runs], device=device),
                 longest,
                 length_bias(lengths, longest, device),
+                torch.tensor(lengths, device=device),
             )
         )
         begin += len(runs)
@@ -115,14 +126,16 @@ def place_of(run: Run) -> Place:
 
 def shared_parts(decoding: Listing[Run], device: torch.device, key_width: Width = int) -> list[SharedPart]:
     """Each response is once in a part: the levels of chains are parts of their own."""
-    members: defaultdict[tuple[int, int], defaultdict[int, list[tuple[int, int]]]]
+    members: defaultdict[tuple[int, int], defaultdict[int, list[_Member]]]
     members = defaultdict(lambda: defaultdict(list))
     shelves: dict[int, Shelf] = {}
     for query, run in enumerate(decoding):
+        start = run.num_shared
         for level, link in enumerate(run.links):
             shelf = link.place.shelf
             shelves[shelf.capacity] = shelf
-            members[level, shelf.capacity][link.place.slot].append((query, link.length))
+            start -= link.length
+            members[level, shelf.capacity][link.place.slot].append(_Member(query, link.length, start))
     return [
         _shared_part(
             shelves[capacity], slots, [by_slot[slot] for slot in range(slots.start, slots.stop)], device, key_width
@@ -130,6 +143,14 @@ def shared_parts(decoding: Listing[Run], device: torch.device, key_width: Width 
         for (_, capacity), by_slot in members.items()
         for slots in bands({slot: len(found) for slot, found in by_slot.items()})
     ]
+
+
+class _Member(NamedTuple):
+    """A response, the tokens of a segment that it attends to, and the position of the first one."""
+
+    query: int
+    length: int
+    start: int
 
 
 def bands(widths: Mapping[int, int]) -> list[slice]:
@@ -154,25 +175,27 @@ def bands(widths: Mapping[int, int]) -> list[slice]:
 def _shared_part(
     shelf: Shelf,
     slots: slice,
-    members: Listing[Listing[tuple[int, int]]],
+    members: Listing[Listing[_Member]],
     device: torch.device,
     key_width: Width,
 ) -> SharedPart:
-    """`members` has (response, length) pairs by slot."""
+    """`members` has those of each slot."""
     width = max(len(found) for found in members)
-    longest = key_width(max(length for found in members for _, length in found))
+    longest = key_width(max(member.length for found in members for member in found))
     queries: list[int] = []
     lengths: list[int] = []
+    starts: list[int] = []
     place_of_response: dict[int, int] = {}
     for i, found in enumerate(members):
-        place_of_response |= {query: i * width + j for j, (query, _) in enumerate(found)}
-        padded = [*found, *[found[0] if found else (0, 1)] * (width - len(found))]
-        queries += [query for query, _ in padded]
-        lengths += [length for _, length in padded]
+        place_of_response |= {member.query: i * width + j for j, member in enumerate(found)}
+        padded = [*found, *[found[0] if found else _Member(0, 1, 0)] * (width - len(found))]
+        queries += [member.query for member in padded]
+        lengths += [member.length for member in padded]
+        starts += [member.start for member in padded]
     bias = length_bias(lengths, longest, device)
     if bias is not None:
         bias = bias.view(len(members), 1, width, longest)
-        if all(len({length for _, length in found}) <= 1 for found in members):
+        if all(len({member.length for member in found}) <= 1 for found in members):
             bias = bias[:, :, :1]
     responses = sorted(place_of_response)
     return SharedPart(
@@ -184,4 +207,5 @@ def _shared_part(
         bias,
         torch.tensor(responses, device=device),
         torch.tensor([place_of_response[query] for query in responses], device=device),
+        torch.tensor(starts, device=device),
     )

@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 from async_rl.errors import ConfigError
 from async_rl.shared.cpu import exact
 from async_rl.shared.cpu.products import linear
+from async_rl.shared.layer_windows import SLIDING
 from inference_service.engine import attention
 from inference_service.engine.kernels import FASTEST, Kernels
 from inference_service.engine.kv_store import Place
@@ -51,8 +52,14 @@ def use_exact(model: PreTrainedModel) -> None:
     """Replaces activations and linear layers; norms and rotary embedding are exact as they are.
 
     Raises:
-        ConfigError: another activation than SiLU.
+        ConfigError: another activation than SiLU, or layers with a window.
     """
+    kinds, window = getattr(model.config, "layer_types", None), getattr(model.config, "sliding_window", None)
+    if window is not None and (kinds is None or SLIDING in kinds):
+        raise ConfigError(
+            f"the model has layers with a window (sliding_window {window}): exact mode (train.exact, --exact) is for "
+            "attention to all tokens; serve it without"
+        )
     silu = type(ACT2FN["silu"])
     for module in model.modules():
         if type(module) is torch.nn.Linear:
@@ -103,7 +110,7 @@ class ModelStep:
             start, links, place, before = _span_of(fed)
             token_ids += fed.token_ids
             positions += range(before, before + len(fed.token_ids))
-            spans.append(Span(slice(begin, len(token_ids)), place, start, links))
+            spans.append(Span(slice(begin, len(token_ids)), place, start, links, before - start))
             runs += fed.draws
             rows += [len(token_ids) - 1] * len(fed.draws)
         num_padding = -len(token_ids) % self._kernels.row_multiple
@@ -115,6 +122,8 @@ class ModelStep:
             own_parts(decoding, self._device, self._kernels.width),
             self._shared_parts(decoding, generation),
             spans,
+            torch.tensor(positions[: len(decoding)], device=self._device),
+            1 + max(positions),
             num_padding,
         )
         kept = sorted(set(rows))

@@ -8,12 +8,15 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     DeepseekV3Config,
+    Gemma3TextConfig,
     GenerationConfig,
     Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -82,6 +85,9 @@ DELTA: dict[str, object] = {
     # What a state gives may be nearly 0, and its norm would multiply roundings.
     "rms_norm_eps": 1e-2,
 }
+KINDS = ["sliding_attention", "full_attention"]
+"""Repeated as often as there are layers."""
+
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "qwen3": (Qwen3Config, {"head_dim": 16}),
     "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 16, **EXPERTS}),
@@ -105,6 +111,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     ),
     "qwen3_next": (Qwen3NextConfig, {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 20}),
     "qwen3_5_text": (Qwen3_5TextConfig, DELTA),
+    "gemma3_text": (
+        Gemma3TextConfig,
+        {"head_dim": 16, "sliding_window": 5, "layer_types": KINDS, "query_pre_attn_scalar": 20},
+    ),
+    "olmo2": (Olmo2Config, {}),
+    "olmo3": (Olmo3Config, {"sliding_window": 5, "layer_types": KINDS}),
     "granite": (GraniteConfig, {"attention_bias": True, "mlp_bias": True, **MULTIPLIERS}),
 }
 CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\"+-*/=()\n"
@@ -137,6 +149,8 @@ def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 
     """Saves a random float32 checkpoint of `family`, one of `FAMILIES`, with its tokenizer; returns `path`."""
     settings = {**MODEL_SIZE, **size, "tie_word_embeddings": tied}
     config_class, own = FAMILIES[family]
+    if "layer_types" in own:
+        settings["layer_types"] = [KINDS[layer % len(KINDS)] for layer in range(settings["num_hidden_layers"])]
     if "kv_lora_rank" in own:
         settings["num_key_value_heads"] = settings["num_attention_heads"]
     model = random_model(config_class(**{**own, **settings}), seed)

@@ -91,7 +91,7 @@ def hf_gradients_of(model: SharedPromptGPT) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("max_tokens", [10_000, 20, 6])
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False)])
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("olmo3", False)])
 def test_log_probs_and_gradients_equal_unshared_samples(
     family: str,
     tied: bool,

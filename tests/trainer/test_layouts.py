@@ -25,12 +25,14 @@ from tests.support.trainer.layout_comparison import OneRank, compare, shares_of_
 from tests.support.trainer.layout_matrix import (
     ACCEPTED,
     LARGER,
+    OTHER_NORMS,
     SPLIT_TOKENS,
     Case,
     Placement,
     accepted_placements,
     cases,
     cover_of,
+    cover_of_each,
     expert_family_cases,
     in_bfloat16,
     placements,
@@ -151,6 +153,15 @@ def test_latents_delta_nets_and_other_experts_train_what_one_rank_trains(
 ) -> None:
     """Among them the gradient of the rotated part of the key, which all ranks' heads share."""
     compare(cover_of(expert_family_cases(num_ranks), strength=1), one_rank, tmp_path, timeout_s=600)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(650)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_norms_of_several_ranks_heads_and_of_outputs_train_what_one_rank_trains(
+    num_ranks: int, one_rank: OneRank, tmp_path: Path
+) -> None:
+    compare(cover_of_each(OTHER_NORMS, num_ranks), one_rank, tmp_path, timeout_s=600)
 
 
 @pytest.mark.nightly

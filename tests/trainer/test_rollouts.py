@@ -75,7 +75,7 @@ def weight_of(label: Label) -> float:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("max_tokens", [10_000, 60, 20, 6])
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False)])
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("olmo3", False)])
 def test_log_probs_and_gradients_equal_each_sequence_alone_in_transformers(
     family: str,
     tied: bool,
@@ -181,6 +181,8 @@ def test_a_batch_equals_transformers_with_baselines_and_lengths_of_whole_rollout
         pytest.param("qwen3", ("TP2", "CP2", "PP2", "DP2"), marks=pytest.mark.nightly),
         # Its second layer, which is the second stage, has no rotary embedding.
         pytest.param("smollm3", ("TP2", "CP2", "PP2"), marks=pytest.mark.nightly),
+        # Windows, and norms over the heads of both ranks.
+        pytest.param("olmo3", ("TP2", "PP2"), marks=pytest.mark.nightly),
         ("qwen3_moe", ("TP2", "TP2 EP2", "PP2", "DP2 EP2")),
     ],
 )

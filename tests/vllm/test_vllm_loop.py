@@ -90,6 +90,9 @@ FAMILIES = {
     "smollm3": {"hidden_size": 128},
     "seed_oss": {},
     "qwen3_next": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "hidden_size": 64, **DELTA},
+    "olmo2": {"hidden_size": 128},
+    "olmo3": {"hidden_size": 128},
+    "gemma3_text": {},
 }
 """Beside qwen3, which the other tests have: of sizes that vLLM's kernels on CPU take."""
 

@@ -6,13 +6,14 @@ Megatron's batch dimension.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from async_rl.shared.model_shape import ModelShape
 from trainer.attention.delta_plan import DeltaPlan
 from trainer.attention.head_exchange import heads_to_rows, rows_to_heads
 from trainer.attention.prompt_cache import PromptCache
@@ -22,24 +23,30 @@ from trainer.devices import AttentionKernel
 from trainer.devices.layer_ops import LayerOps
 
 
+class Rotation(NamedTuple):
+    """Cosine and sine of the rotary angles of each row."""
+
+    cos_T1D: torch.Tensor
+    sin_T1D: torch.Tensor
+
+
 @dataclass(kw_only=True)
 class SharedPromptParams(PackedSeqParams):
     """Passes the segments through Megatron's layers to the core attention.
 
     The rotary angles are included, by position: Megatron's own would number the rows, or restart at 0 in every segment.
-    Layers in `unrotated_layers`, by Megatron's numbers from 1, do without. `query_scale_T11` multiplies the queries.
-    `delta_plan` is for layers with a gated delta net.
-    Angles and scales are those of this rank's rows, segments of all. `cp_group` are the ranks that share the rows, None
-    for one. The format stays "sbhd", for which Megatron does not rearrange the rows.
+    Layers in `unrotated_layers`, by Megatron's numbers from 1, do without. Layers with a window have angles of their
+    own, which may be the same. `query_scale_T11` multiplies the queries. `delta_plan` is for layers with a gated delta
+    net. Angles and scales are those of this rank's rows, segments of all. `cp_group` are the ranks that share the rows,
+    None for one. The format stays "sbhd", for which Megatron does not rearrange the rows.
     """
 
     segments: Segments
-    cos_T1D: torch.Tensor
-    sin_T1D: torch.Tensor
+    rotation: Rotation
+    local_rotation: Rotation
     ops: LayerOps
     kernel: AttentionKernel | None
     cache: PromptCache | None = None
-    unrotated_layers: frozenset[int] = frozenset()
     query_scale_T11: torch.Tensor | None = None
     delta_plan: DeltaPlan | None = None
     routes_TW: torch.Tensor | None = None
@@ -61,17 +68,18 @@ class SharedPromptAttention(torch.nn.Module):
         layer_number: int,
         softmax_scale: float | None = None,
         *,
-        rotates: bool = True,
+        shape: ModelShape | None = None,
         **_: Any,
     ) -> None:
         """Accepts the arguments of Megatron's layers; mask type and process groups are ignored.
 
         Args:
-            rotates: without it, queries and keys are rotated where they come from.
+            shape: the model's; without it, queries and keys are rotated where they come from, and attend to all.
         """
         super().__init__()
         self._layer_number = layer_number
-        self._rotates = rotates
+        self._rotates = shape is not None and layer_number not in shape.unrotated_layers
+        self._window = shape.window_of(layer_number) if shape else None
         self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -90,8 +98,9 @@ class SharedPromptAttention(torch.nn.Module):
         """
         params = packed_seq_params
         query_THD, key_SKD, value_SKD = query_T1HD[:, 0], key_T1KD[:, 0], value_T1KD[:, 0]
-        if self._rotates and self._layer_number not in params.unrotated_layers:
-            query_THD, key_SKD = (_rotated(rows, params) for rows in (query_THD, key_SKD))
+        if self._rotates:
+            rotation = params.rotation if self._window is None else params.local_rotation
+            query_THD, key_SKD = (_rotated(rows, rotation, params.ops) for rows in (query_THD, key_SKD))
         if params.query_scale_T11 is not None:
             query_THD = query_THD * params.query_scale_T11
         if params.cp_group is not None:
@@ -102,7 +111,7 @@ class SharedPromptAttention(torch.nn.Module):
         if size != key_SKD.shape[-1]:
             query_THD, key_SKD, value_SKD = _of_one_size(query_THD, key_SKD, value_SKD)
         out_THD = shared_prompt_attention(
-            query_THD, key_SKD, value_SKD, params.segments, self._scale, params.kernel, params.ops.merge
+            query_THD, key_SKD, value_SKD, params.segments, self._scale, params.kernel, params.ops.merge, self._window
         )
         out_THD = out_THD[..., :size]
         if params.cp_group is not None:
@@ -116,8 +125,8 @@ def _of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [F.pad(tensor, (0, size - tensor.shape[-1])) for tensor in tensors]
 
 
-def _rotated(x_THD: torch.Tensor, params: SharedPromptParams) -> torch.Tensor:
+def _rotated(x_THD: torch.Tensor, rotation: Rotation, ops: LayerOps) -> torch.Tensor:
     """The first dimensions, as many as there are angles, rotated."""
-    size = params.cos_T1D.shape[-1]
-    rotated = params.ops.rotary(x_THD[..., :size], params.cos_T1D, params.sin_T1D)
+    size = rotation.cos_T1D.shape[-1]
+    rotated = ops.rotary(x_THD[..., :size], *rotation)
     return rotated if size == x_THD.shape[-1] else torch.cat([rotated, x_THD[..., size:]], -1)

@@ -46,7 +46,7 @@ class LatentAttention(MegatronModule):
         self.linear_kv_down = _Whole(config, hidden, latents.kv_rank + latents.rope_dim)
         self.kv_layernorm = norm(config, latents.kv_rank, LATENT_NORM_EPS)
         self.linear_kv_up = _by_heads(config, latents.kv_rank, heads * (latents.nope_dim + latents.value_dim))
-        self.core_attention = SharedPromptAttention(config, layer_number, config.softmax_scale, rotates=False)
+        self.core_attention = SharedPromptAttention(config, layer_number, config.softmax_scale)
         self.linear_proj = RowParallelLinear(
             heads * latents.value_dim,
             hidden,
@@ -84,7 +84,7 @@ class LatentAttention(MegatronModule):
         x_TAR = x_T1AR[:, 0]
         if self._latents.interleaved:
             x_TAR = x_TAR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return params.ops.rotary(x_TAR, params.cos_T1D, params.sin_T1D)[:, None]
+        return params.ops.rotary(x_TAR, *params.rotation)[:, None]
 
 
 class _Whole(torch.nn.Module):

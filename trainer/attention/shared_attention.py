@@ -9,6 +9,10 @@ The backward pass runs each part's own flash backward with the merged o and l in
 exp(s_ij - l) and delta_i = do_i . o_i of the whole softmax, dS_ij = P_ij (do_i . v_j - delta_i) holds for every key of
 either part (FlashAttention, arXiv 2205.14135, appendix B.4). So only q, k, v, o and l are saved for backward.
 
+A layer whose rows attend to the last W tokens only is one part: a response has the last W - 1 rows of its prompt copied
+before its own, and the kernel leaves out what is further away. Where W is no less than all tokens of any response and
+its prompt, nothing is, and the layer is computed as above.
+
 Shape legend: T query rows, S key / value rows, M query rows of the cross part, H query heads, K key / value heads,
 D head dimension.
 """
@@ -40,6 +44,9 @@ SHORT_SEGMENTS = ((5, 3), ((4, 1, 7), (2, 6)))
 LONG_SEGMENTS = ((833, 64, 129), ((127, 1, 130), (65, 64), (63, 128)))
 """The same around block boundaries: flash kernels take 32 to 256 queries and 64 to 512 keys at a time."""
 
+SHORT_WINDOWS, LONG_WINDOWS = (2, 4), (96, 512)
+"""Windows of the check; with 1, queries and keys have no gradients that errors could be relative to."""
+
 LONG_KV_HEADS = 2
 """Maximum key / value heads in the long check, each with as many query heads as in the model: limits the time."""
 
@@ -52,22 +59,25 @@ def shared_prompt_attention(
     scale: float,
     kernel: AttentionKernel | None,
     merge: Merge = merge,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attention output [T, H, D], in the inputs' dtype, with gradients for query, key and value.
 
     Args:
         kernel: what `checked_kernel` chose, or None for the dense reference.
+        window: tokens that a row attends to, the last ones before it and its own; None for all.
     """
+    window = None if window is None or window >= segments.longest else window
     if kernel is None:
-        return dense_attention(query_THD, key_SKD, value_SKD, segments, scale)
+        return dense_attention(query_THD, key_SKD, value_SKD, segments, scale, window)
     # `apply` is untyped in torch.
-    out_THD: torch.Tensor = _TwoPartAttention.apply(  # type: ignore[no-untyped-call]
-        query_THD, key_SKD, value_SKD, segments, scale, kernel, merge
+    out_THD: torch.Tensor = _SharedPromptAttention.apply(  # type: ignore[no-untyped-call]
+        query_THD, key_SKD, value_SKD, segments, scale, kernel, merge, window
     )
     return out_THD
 
 
-class _TwoPartAttention(torch.autograd.Function):
+class _SharedPromptAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -78,42 +88,82 @@ class _TwoPartAttention(torch.autograd.Function):
         scale: float,
         kernel: AttentionKernel,
         merge: Merge,
+        window: int | None,
     ) -> torch.Tensor:
-        own = slice(segments.self_kv_start, None)
-        out_THD, lse_HT = kernel.forward(query_THD, key_SKD[own], value_SKD[own], segments.self_part, scale)
-        if segments.cross_part is not None:
-            rows, keys = _cross_slices(segments, segments.cross_part)
-            cross = kernel.forward(query_THD[rows], key_SKD[keys], value_SKD[keys], segments.cross_part, scale)
-            _put_merged(merge, out_THD[rows], lse_HT[:, rows].T, cross[0], cross[1].T)
+        if window is None:
+            out_THD, lse_HT = _two_parts(query_THD, key_SKD, value_SKD, segments, scale, kernel, merge)
+        else:
+            part, rows = segments.windowed(window)
+            key, value = (x.index_select(0, rows) for x in (key_SKD, value_SKD))
+            out_THD, lse_HT = kernel.forward(query_THD, key, value, part, scale)
         ctx.save_for_backward(query_THD, key_SKD, value_SKD, out_THD, lse_HT)
-        ctx.segments, ctx.scale, ctx.kernel = segments, scale, kernel
+        ctx.segments, ctx.scale, ctx.kernel, ctx.window = segments, scale, kernel, window
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, dout_THD: torch.Tensor) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
         segments, scale, kernel = ctx.segments, ctx.scale, ctx.kernel
-        own = slice(segments.self_kv_start, None)
-        dquery, dkey_own, dvalue_own = kernel.backward(
-            dout_THD, query, key[own], value[own], out, lse, segments.self_part, scale
-        )
-        dkey, dvalue = _grown(dkey_own, key), _grown(dvalue_own, value)
-        if segments.cross_part is not None:
-            rows, keys = _cross_slices(segments, segments.cross_part)
-            dquery_M, dkey_P, dvalue_P = kernel.backward(
-                dout_THD[rows],
-                query[rows],
-                key[keys],
-                value[keys],
-                out[rows],
-                lse[:, rows],
-                segments.cross_part,
-                scale,
+        if ctx.window is None:
+            gradients = _backward_of_two_parts(dout_THD, query, key, value, out, lse, segments, scale, kernel)
+        else:
+            part, rows = segments.windowed(ctx.window)
+            key_taken, value_taken = (x.index_select(0, rows) for x in (key, value))
+            dquery, *of_taken = kernel.backward(dout_THD, query, key_taken, value_taken, out, lse, part, scale)
+            # A prompt's keys have a gradient from each response that has them.
+            wide = torch.promote_types(key.dtype, torch.float32)
+            dkey, dvalue = (
+                torch.zeros_like(x, dtype=wide).index_add_(0, rows, dx.to(wide)).to(x.dtype)
+                for x, dx in zip((key, value), of_taken, strict=True)
             )
-            dquery[rows] += dquery_M
-            dkey[keys] += dkey_P
-            dvalue[keys] += dvalue_P
-        return dquery, dkey, dvalue, None, None, None, None
+            gradients = dquery, dkey, dvalue
+        return *gradients, None, None, None, None, None
+
+
+def _two_parts(
+    query_THD: torch.Tensor,
+    key_SKD: torch.Tensor,
+    value_SKD: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    kernel: AttentionKernel,
+    merge: Merge,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exps [H, T]."""
+    own = slice(segments.self_kv_start, None)
+    out_THD, lse_HT = kernel.forward(query_THD, key_SKD[own], value_SKD[own], segments.self_part, scale)
+    if segments.cross_part is not None:
+        rows, keys = _cross_slices(segments, segments.cross_part)
+        cross = kernel.forward(query_THD[rows], key_SKD[keys], value_SKD[keys], segments.cross_part, scale)
+        _put_merged(merge, out_THD[rows], lse_HT[:, rows].T, cross[0], cross[1].T)
+    return out_THD, lse_HT
+
+
+def _backward_of_two_parts(
+    dout: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    kernel: AttentionKernel,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    own = slice(segments.self_kv_start, None)
+    dquery, dkey_own, dvalue_own = kernel.backward(
+        dout, query, key[own], value[own], out, lse, segments.self_part, scale
+    )
+    dkey, dvalue = _grown(dkey_own, key), _grown(dvalue_own, value)
+    if segments.cross_part is not None:
+        rows, keys = _cross_slices(segments, segments.cross_part)
+        dquery_M, dkey_P, dvalue_P = kernel.backward(
+            dout[rows], query[rows], key[keys], value[keys], out[rows], lse[:, rows], segments.cross_part, scale
+        )
+        dquery[rows] += dquery_M
+        dkey[keys] += dkey_P
+        dvalue[keys] += dvalue_P
+    return dquery, dkey, dvalue
 
 
 def _cross_slices(segments: Segments, part: Part) -> tuple[slice, slice]:
@@ -138,25 +188,31 @@ def _grown(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def checked_kernel(
-    device: Device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+    device: Device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, has_windows: bool = False
 ) -> AttentionKernel:
     """The device's kernel, or `ComposedAttention` (with an error in the log) if its results differ from the reference.
 
     Compares output and gradients of two ragged micro-batches on first use of each device, dtype and head layout: a
-    short one with all heads, and one of many blocks with few heads.
+    short one with all heads, and one of many blocks with few heads; with `has_windows` also of layers with windows.
     """
     kernel = device.ATTENTION
     few = min(num_kv_heads, LONG_KV_HEADS)
     checks = (
-        (SHORT_SEGMENTS, num_heads, num_kv_heads),
-        (LONG_SEGMENTS, few * (num_heads // num_kv_heads), few),
+        (SHORT_SEGMENTS, SHORT_WINDOWS, num_heads, num_kv_heads),
+        (LONG_SEGMENTS, LONG_WINDOWS, few * (num_heads // num_kv_heads), few),
     )
     try:
         error = max(
             _largest_error(
-                kernel, device.DEVICE, dtype, _check_segments(lens, device.DEVICE), q_heads, kv_heads, head_dim
+                kernel,
+                device.DEVICE,
+                dtype,
+                _check_segments(lens, device.DEVICE),
+                window,
+                (q_heads, kv_heads, head_dim),
             )
-            for lens, q_heads, kv_heads in checks
+            for lens, windows, q_heads, kv_heads in checks
+            for window in ((None, *windows) if has_windows else (None,))
         )
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as problem:
         reason = f"it failed: {problem}"
@@ -177,10 +233,11 @@ def _largest_error(
     device: torch.device,
     dtype: torch.dtype,
     segments: Segments,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    window: int | None,
+    sizes: tuple[int, int, int],
 ) -> float:
+    """`sizes`: query heads, key / value heads, head dimension."""
+    num_heads, num_kv_heads, head_dim = sizes
     generator = torch.Generator().manual_seed(0)
     heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
     inputs = [
@@ -192,7 +249,7 @@ def _largest_error(
     for used, wide in ((kernel, dtype), (None, torch.float32 if dtype == torch.bfloat16 else dtype)):
         query, key, value, dout = (tensor.to(wide).requires_grad_() for tensor in inputs)
         with torch.enable_grad():
-            out = shared_prompt_attention(query, key, value, segments, scale, used)
+            out = shared_prompt_attention(query, key, value, segments, scale, used, window=window)
         results.append([out.detach(), *torch.autograd.grad(out, (query, key, value), dout.detach())])
     return max(_row_error(actual, expected) for actual, expected in zip(*results, strict=True))
 
@@ -219,14 +276,19 @@ def _check_segments(
 
 
 def dense_attention(
-    query_THD: torch.Tensor, key_SKD: torch.Tensor, value_SKD: torch.Tensor, segments: Segments, scale: float
+    query_THD: torch.Tensor,
+    key_SKD: torch.Tensor,
+    value_SKD: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Attention output [T, H, D] under `segments.dense_mask_TS`; time and memory are quadratic in the row count."""
+    """Attention output [T, H, D] under the dense mask of `segments`; time and memory are quadratic in the row count."""
     out_1HTD = F.scaled_dot_product_attention(
         query_THD.transpose(0, 1)[None],
         key_SKD.transpose(0, 1)[None],
         value_SKD.transpose(0, 1)[None],
-        attn_mask=segments.dense_mask_TS,
+        attn_mask=segments.dense_mask_TS if window is None else segments.dense_window_mask_TS(window),
         scale=scale,
         enable_gqa=True,
     )

@@ -13,14 +13,16 @@ from trainer.devices.host_copies import to_device
 class Part:
     """One attention call over sequences packed one after the other: entry i is `q_lens[i]` rows against `kv_lens[i]`.
 
-    `causal` entries have as many keys as queries, and row j of an entry attends to its keys 0 .. j; rows of other
-    entries attend to all keys. No length is 0.
+    `causal` entries have at least as many keys as queries. The last row of an entry attends to its last key, and each
+    row before it to one key less; with a `window` W, to the last W of these. Without `window` they have as many keys as
+    queries. Rows of other entries attend to all keys. No length is 0.
     """
 
     q_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     causal: bool
     device: torch.device
+    window: int | None = None
 
     @property
     def cu_seqlens_q(self) -> torch.Tensor:

@@ -69,6 +69,7 @@ class _Block(NamedTuple):
     queries: slice
     keys: slice
     causal: bool
+    window: int | None
 
 
 def _blocks(part: Part) -> Iterator[_Block]:
@@ -76,8 +77,11 @@ def _blocks(part: Part) -> Iterator[_Block]:
     for (q_start, q_end), (kv_start, kv_end) in zip(pairwise(q_ends), pairwise(kv_ends), strict=True):
         for start in range(q_start, q_end, QUERY_BLOCK):
             end = min(start + QUERY_BLOCK, q_end)
-            last_key = kv_start + end - q_start if part.causal else kv_end
-            yield _Block(slice(start, end), slice(kv_start, last_key), part.causal)
+            last_key = kv_end - (q_end - end) if part.causal else kv_end
+            first_key = kv_start
+            if part.window is not None:
+                first_key = max(kv_start, last_key - (end - start) - part.window + 1)
+            yield _Block(slice(start, end), slice(first_key, last_key), part.causal, part.window)
 
 
 def _scores(query_MHD: torch.Tensor, key_SKD: torch.Tensor, block: _Block, scale: float) -> torch.Tensor:
@@ -86,8 +90,11 @@ def _scores(query_MHD: torch.Tensor, key_SKD: torch.Tensor, block: _Block, scale
     scores = torch.matmul(query, _keys(key_SKD, block).transpose(-1, -2)).mul_(scale)
     if block.causal:
         num_queries, num_keys = scores.shape[-2:]
-        is_later = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
-        scores.masked_fill_(is_later.triu_(1 + num_keys - num_queries), -torch.inf)
+        everywhere = torch.ones(num_queries, num_keys, dtype=torch.bool, device=scores.device)
+        is_outside = everywhere.triu(1 + num_keys - num_queries)
+        if block.window is not None:
+            is_outside |= everywhere.tril(num_keys - num_queries - block.window)
+        scores.masked_fill_(is_outside, -torch.inf)
     return scores
 
 

@@ -6,6 +6,9 @@ padded on the right. Padding is exact: a causal row never attends to the keys af
 row is not read; non-causal entries share a batch only where they have equally many, so that no key is padding. In
 backward a padded query row has an infinite log-sum-exp, so its probabilities, and all gradients from it, are 0.
 
+With a window, entries are divided into blocks of queries, each with the keys that any of them attends to; blocks of one
+size are a batch: they share a mask, and none is padded.
+
 Shape legend: M query rows, S key / value rows, H query heads, K key / value heads, D head dimension, B entries of one
 kernel call, L rows of each.
 """
@@ -29,6 +32,9 @@ LENGTH_SLACK = 2
 
 MAX_BATCH_ROWS = 512
 """Maximum rows of a gathered batch: it then fits the processor's cache and memory that the process already has."""
+
+MAX_BLOCK_QUERIES, MAX_BLOCK_KEYS = 256, 4096
+"""With a window: maximum queries of a block, and keys of a batch of blocks, which are copied."""
 
 PLANS_KEPT = 64
 """Number of plans cached; the layers of the few micro-batches in flight share theirs."""
@@ -55,9 +61,9 @@ class CPUAttention:
         query, key, value = _widened(query_MHD, key_SKD, value_SKD)
         out_MHD = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse_MH = query.new_empty(query.shape[:2])
-        for q, kv in _plan(part):
+        for q, kv, is_causal, mask in _calls(part, query.dtype):
             tensors = _heads_first(q.take(query), *self._as_often(query, kv.take(key), kv.take(value)))
-            out, lse = _flash(*tensors, 0.0, part.causal, scale=scale)
+            out, lse = _flash(*tensors, 0.0, is_causal, attn_mask=mask, scale=scale)
             q.put(out_MHD, out.transpose(1, 2))
             q.put(lse_MH, lse.transpose(1, 2))
         return out_MHD.to(query_MHD.dtype), lse_MH.T
@@ -74,12 +80,14 @@ class CPUAttention:
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dout, query, key, value, out = _widened(dout_MHD, query_MHD, key_SKD, value_SKD, out_MHD)
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-        for q, kv in _plan(part):
+        # Without a window every row is in one call.
+        empty = torch.empty_like if part.window is None else torch.zeros_like
+        grads = [empty(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+        for q, kv, is_causal, mask in _calls(part, query.dtype):
             taken = self._as_often(query, kv.take(key), kv.take(value))
             tensors = _heads_first(q.take(dout), q.take(query), *taken, q.take(out))
             lse = q.without_padding(q.take(lse_HM.T)).transpose(1, 2)
-            parts = _flash_backward(*tensors, lse, 0.0, part.causal, scale=scale)
+            parts = _flash_backward(*tensors, lse, 0.0, is_causal, attn_mask=mask, scale=scale)
             for grad, place, gradient in zip(grads, (q, kv, kv), parts, strict=True):
                 place.put(grad, _summed(gradient.transpose(1, 2), grad.shape[1]))
         dquery, dkey, dvalue = (grad.to(query_MHD.dtype) for grad in grads)
@@ -151,7 +159,65 @@ class _Gathered:
         return lse_BLH
 
 
-_Place = _View | _Gathered
+class _Blocks:
+    """Blocks of one length; those of keys have rows in common."""
+
+    def __init__(self, starts: Sequence[int], length: int, *, are_keys: bool) -> None:
+        rows_BL = torch.tensor(starts)[:, None] + torch.arange(length)
+        self._shape, self._rows, self._are_keys = rows_BL.shape, rows_BL.flatten(), are_keys
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, ...] -> [B, L, ...], a copy."""
+        return torch.unflatten(rows.index_select(0, self._rows), 0, self._shape)
+
+    def put(self, rows: torch.Tensor, batched: torch.Tensor) -> None:
+        """Copies queries' rows back, and adds to keys' rows, which are 0 at first."""
+        put = rows.index_add_ if self._are_keys else rows.index_copy_
+        put(0, self._rows, batched.flatten(0, 1))
+
+    def without_padding(self, lse_BLH: torch.Tensor) -> torch.Tensor:
+        """`lse_BLH`; there is no padding here."""
+        return lse_BLH
+
+
+_Place = _View | _Gathered | _Blocks
+
+
+def _calls(part: Part, dtype: torch.dtype) -> Iterator[tuple[_Place, _Place, bool, torch.Tensor | None]]:
+    """The kernel calls of a part: the positions of each call's queries and keys, whether it is causal, and its mask."""
+    if part.window is None:
+        for q, kv in _plan(part):
+            yield q, kv, part.causal, None
+        return
+    for q_len, kv_len, blocks in _window_plan(part):
+        mask = torch.zeros(q_len, kv_len, dtype=dtype)
+        is_inside = torch.ones(q_len, kv_len, dtype=torch.bool).tril_(kv_len - q_len)
+        is_inside.triu_(1 + kv_len - q_len - part.window)
+        mask.masked_fill_(~is_inside, -torch.inf)
+        yield *blocks, False, mask[None, None]
+
+
+@functools.lru_cache(maxsize=PLANS_KEPT)
+def _window_plan(part: Part) -> tuple[tuple[int, int, tuple[_Blocks, _Blocks]], ...]:
+    """(queries, keys of each block; the blocks), a batch each."""
+    assert part.window is not None
+    by_size: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    step = min(max(part.window, MIN_VIEW_ROWS), MAX_BLOCK_QUERIES)
+    q_ends, kv_ends = accumulate(part.q_lens), accumulate(part.kv_lens)
+    for q_end, q_len, kv_end, kv_len in zip(q_ends, part.q_lens, kv_ends, part.kv_lens, strict=True):
+        for start in range(q_end - q_len, q_end, step):
+            length = min(step, q_end - start)
+            last_key = kv_end - (q_end - start - length)
+            num_keys = min(last_key - kv_end + kv_len, length + part.window - 1)
+            by_size.setdefault((length, num_keys), []).append((start, last_key - num_keys))
+    batches = []
+    for (q_len, kv_len), found in by_size.items():
+        most = max(1, MAX_BLOCK_KEYS // kv_len)
+        for first in range(0, len(found), most):
+            q_starts, kv_starts = zip(*found[first : first + most], strict=True)
+            blocks = _Blocks(q_starts, q_len, are_keys=False), _Blocks(kv_starts, kv_len, are_keys=True)
+            batches.append((q_len, kv_len, blocks))
+    return tuple(batches)
 
 
 @functools.lru_cache(maxsize=PLANS_KEPT)

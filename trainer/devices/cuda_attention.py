@@ -5,7 +5,8 @@ aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp: fp16 and bf16 o
 multiple of 8 and at most 256; rows may have any stride, but their last dimension must be dense; key / value heads may
 divide the query heads, and the backward sums their gradients itself, so dk and dv have the shapes of k and v;
 log-sum-exps are [H, M], and the backward reads them through a raw pointer: a view of some columns must be made
-contiguous.
+contiguous. Causal queries are aligned with the last keys; with a window a query at key i also attends to the
+`window_size_left` keys before it only.
 
 Shape legend: M query rows, S key / value rows, H query heads, K key / value heads, D head dimension.
 """
@@ -36,7 +37,13 @@ class CUDAAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._require_supported(query_MHD)
         out_MHD, lse_HM, *_ = self.flash(
-            *_dense_rows(query_MHD, key_SKD, value_SKD), *_layout(part), 0.0, part.causal, False, scale=scale
+            *_dense_rows(query_MHD, key_SKD, value_SKD),
+            *_layout(part),
+            0.0,
+            part.causal,
+            False,
+            scale=scale,
+            **_window(part),
         )
         return out_MHD, lse_HM
 
@@ -63,6 +70,7 @@ class CUDAAttention:
             rng_state,
             unused,
             scale=scale,
+            **_window(part),
         )
         return dquery_MHD, dkey_SKD, dvalue_SKD
 
@@ -80,6 +88,10 @@ class CUDAAttention:
 def _layout(part: Part) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Offsets of queries and keys on the device, and the longest entry of each as an integer on the host."""
     return part.cu_seqlens_q, part.cu_seqlens_k, max(part.q_lens), max(part.kv_lens)
+
+
+def _window(part: Part) -> dict[str, int]:
+    return {} if part.window is None else {"window_size_left": part.window - 1, "window_size_right": 0}
 
 
 def _dense_rows(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -76,6 +76,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+def geglu(x: torch.Tensor) -> torch.Tensor:
+    """gelu(first half) * second half, of [..., 2F] -> [..., F], with the approximation by tanh (arXiv 2002.05202)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def rotary(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
     """x cos + rotate_half(x) sin, where rotate_half maps the halves (a, b) of D to (-b, a) (arXiv 2104.09864)."""
     first, second = x_THD.chunk(2, dim=-1)

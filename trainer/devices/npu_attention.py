@@ -3,9 +3,11 @@
 Properties of the operator that this code relies on, from torch_npu-npu_fusion_attention.md in Ascend/op-plugin: lengths
 are Python integers, cumulative, without a leading 0, at most 1024 of them; True in a mask means masked out; causal
 modes take one compressed mask of 2048 x 2048, whatever the lengths; without a mask attention is full and the mode is
-ignored. Maximum and sum of each row's softmax are returned as float32 [T, N, 8], each number eight times, and in the
-order of the rows only with `softmax_layout="TND"` (op-plugin 7.2 or newer). The backward computes P = exp(s - max) /
-sum from its arguments: with max = log-sum-exp of a whole softmax and sum = 1 it works for one part of that softmax.
+ignored. The band mode attends to `pre_tockens` keys before the diagonal, which ends at the last query and key, and to
+`next_tockens` after it. Maximum and sum of each row's softmax are returned as float32 [T, N, 8], each number eight
+times, and in the order of the rows only with `softmax_layout="TND"` (op-plugin 7.2 or newer). The backward computes P =
+exp(s - max) / sum from its arguments: with max = log-sum-exp of a whole softmax and sum = 1 it works for one part of
+that softmax.
 
 Shape legend: M query rows, S key / value rows, H query heads, K key / value heads, D head dimension, 8 the operator's
 copies of each statistic.
@@ -29,8 +31,8 @@ MAX_ENTRIES = 1024
 """Maximum number of sequences in one call; more are split over several calls."""
 
 MASK_SIZE = 2048
-FULL, RIGHT_DOWN_CAUSAL = 0, 3
-"""Sparse modes. Causal entries have as many keys as queries, so right-down and left-up causal are the same here."""
+FULL, RIGHT_DOWN_CAUSAL, BAND = 0, 3, 4
+"""Sparse modes."""
 
 STATISTIC_COPIES = 8
 
@@ -101,7 +103,7 @@ def _calls(part: Part, query_MHD: torch.Tensor) -> Iterator[tuple[slice, slice, 
             "head_num": query_MHD.shape[1],
             "input_layout": LAYOUT,
             "atten_mask": _compressed_causal_mask(query_MHD.device) if part.causal else None,
-            "sparse_mode": RIGHT_DOWN_CAUSAL if part.causal else FULL,
+            **_sparse_mode(part),
             "keep_prob": 1.0,
             "actual_seq_qlen": q_ends,
             "actual_seq_kvlen": kv_ends,
@@ -110,6 +112,12 @@ def _calls(part: Part, query_MHD: torch.Tensor) -> Iterator[tuple[slice, slice, 
         yield slice(q_start, q_start + q_ends[-1]), slice(kv_start, kv_start + kv_ends[-1]), options
         q_start += q_ends[-1]
         kv_start += kv_ends[-1]
+
+
+def _sparse_mode(part: Part) -> dict[str, int]:
+    if part.window is not None:
+        return {"sparse_mode": BAND, "pre_tockens": part.window - 1, "next_tockens": 0}
+    return {"sparse_mode": RIGHT_DOWN_CAUSAL if part.causal else FULL}
 
 
 @functools.cache

@@ -260,6 +260,9 @@ def tied_head(shape: ModelShape, layout: Layout) -> WeightEntry | None:
 
 MakeEntry = Callable[..., WeightEntry]
 
+NORMS = ("input_layernorm", "self_attn_bda.norm", "pre_mlp_layernorm", "mlp_bda.norm")
+"""Of a layer, in the order of `ModelShape.norms`."""
+
 
 def constants(shape: ModelShape, layout: Layout | None = None) -> Iterator[WeightEntry]:
     """What a checkpoint has that training does not change: it is loaded and saved, but not published."""
@@ -301,16 +304,21 @@ class _LayerNames:
 
 def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:
     H, entry = shape.hidden_size, _LayerNames(shape, layout, layer).entry
-    yield entry("input_layernorm.weight", {"input_layernorm.weight": (H,)})
+    norms = [
+        entry(f"{ours}.weight", {f"{theirs}.weight": (H,)}) if theirs else None
+        for ours, theirs in zip(NORMS, shape.norms, strict=True)
+    ]
+    yield from filter(None, norms[:1])
     if shape.has_delta(layer):
         yield from _delta_map(shape, entry)
     else:
         yield from _attention_map(shape, layout, entry) if shape.latents is None else _latents_map(shape, entry)
-    yield entry("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": (H,)})
+    yield from filter(None, norms[1:3])
     if shape.has_experts(layer):
         yield from _experts_map(shape, layout, entry)
     else:
         yield from _mlp_map(shape, entry)
+    yield from filter(None, norms[3:])
 
 
 def _attention_map(shape: ModelShape, layout: Layout, entry: MakeEntry) -> Iterator[WeightEntry]:
@@ -326,9 +334,8 @@ def _attention_map(shape: ModelShape, layout: Layout, entry: MakeEntry) -> Itera
         sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         hf_shapes = {f"self_attn.{name}.{kind}": (size, *rest) for name, size in sizes.items()}
         yield entry(f"self_attention.linear_qkv.{kind}", hf_shapes, qkv, ROWS)
-    if shape.qk_norm:
-        yield entry("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": (D,)})
-        yield entry("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": (D,)})
+    for name, num_heads in zip("qk", shape.qk_norm_heads or (), strict=False):
+        yield entry(f"self_attention.{name}_layernorm.weight", {f"self_attn.{name}_norm.weight": (num_heads * D,)})
     yield entry("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (H, out_size)}, divided=COLUMNS)
     if shape.has(OUT_BIAS):
         yield entry("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (H,)})

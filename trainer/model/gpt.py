@@ -29,7 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.shared.model_families import OUT_GATE, QKV_BIAS
 from async_rl.shared.model_shape import ModelShape, Rope, stage_layers
-from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
+from trainer.attention.core_attention import Rotation, SharedPromptAttention, SharedPromptParams
 from trainer.attention.delta_net import GatedDeltaNet
 from trainer.attention.delta_plan import DeltaPlan, make_delta_plan
 from trainer.attention.gated_attention import GatedAttention
@@ -49,12 +49,13 @@ from trainer.model.experts import (
 )
 from trainer.model.layer_spec import (
     RMSNorm,
+    activation_options,
     norm_spec,
     scaled_add,
-    swiglu_options,
+    use_activation,
     use_biases,
-    use_layer_ops,
     use_linear,
+    use_norms,
 )
 from trainer.model.logprobs import Scores, of_all_labels, response_logprobs
 from trainer.parallel import Parallel
@@ -78,7 +79,7 @@ class SharedPromptGPT(GPTModel):
     def __init__(self, config: TransformerConfig, shape: ModelShape, parallel: Parallel, chunk: int = 0) -> None:
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(shape, parallel, chunk),
+            transformer_layer_spec=_block_spec(config, shape, parallel, chunk),
             vocab_size=shape.vocab_size,
             # Only learned position embeddings have a length; rotary ones accept any position.
             max_sequence_length=0,
@@ -89,10 +90,20 @@ class SharedPromptGPT(GPTModel):
             rotary_base=shape.rope_theta,
             vp_stage=chunk if parallel.num_chunks > 1 else None,
         )
+        self._embedding_multiplier = 1.0
+        if (multipliers := shape.multipliers) is not None:
+            dtype = config.params_dtype if multipliers.is_rounded else torch.float64
+            self._embedding_multiplier = torch.tensor(multipliers.embedding, dtype=dtype, device="cpu").item()
         self._angle_scale = 1.0
         if shape.rope is not None or shape.rotary_dim != shape.head_dim:
             frequencies, self._angle_scale = scaled_frequencies(shape.rope, shape.rope_theta, shape.rotary_dim)
             self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
+        self._local_frequencies: tuple[torch.Tensor, float] | None = None
+        """Of layers with a window, where they are others."""
+        if shape.local_rope is not None:
+            theta, rope = shape.local_rope
+            frequencies, scale = scaled_frequencies(rope, theta, shape.rotary_dim)
+            self._local_frequencies = frequencies.to(self.rotary_pos_emb.inv_freq.device), scale
         keep_rows_local(self)
         keep_routes(self)
         self.shape = shape
@@ -110,6 +121,7 @@ class SharedPromptGPT(GPTModel):
             shape.num_heads // (parallel.tp_size * parallel.cp_size),
             max(1, shape.num_kv_heads // (parallel.tp_size * parallel.cp_size)),
             shape.kernel_dim,
+            shape.window is not None,
         )
 
     @property
@@ -133,19 +145,19 @@ class SharedPromptGPT(GPTModel):
         if self.pre_process:
             hidden_T1H = self.embedding(rows.tokens_T[None], position_ids=rows.positions_T[None])
             if self.shape.multipliers is not None:
-                hidden_T1H = hidden_T1H * self.shape.multipliers.embedding
+                hidden_T1H = hidden_T1H * self._embedding_multiplier
             if torch.is_grad_enabled() and not hidden_T1H.requires_grad:
                 # Below adapters: what is computed again gets a gradient only if its input has one.
                 hidden_T1H.requires_grad_()
-        cos_T1D, sin_T1D = self._rotation(rows.positions_T)
+        rotation = self._rotation(rows.positions_T, self.rotary_pos_emb.inv_freq, self._angle_scale)
+        local = self._local_frequencies
         params = SharedPromptParams(
             segments=rows.segments,
-            cos_T1D=cos_T1D,
-            sin_T1D=sin_T1D,
+            rotation=rotation,
+            local_rotation=rotation if local is None else self._rotation(rows.positions_T, *local),
             ops=self._ops,
             kernel=self.kernel,
             cache=cache,
-            unrotated_layers=self.shape.unrotated_layers,
             query_scale_T11=self._query_scale(rows.positions_T),
             cp_group=self.row_sharers,
             delta_plan=self._delta_plan(rows.segments, cache),
@@ -198,12 +210,12 @@ class SharedPromptGPT(GPTModel):
         scale_T = 1 + beta * torch.log(1 + torch.floor(positions_T / length))
         return scale_T.to(self.config.params_dtype)[:, None, None]
 
-    def _rotation(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of the rotary angles of each position, [T, 1, D], in the model's dtype."""
-        angles = torch.outer(positions_T.float(), self.rotary_pos_emb.inv_freq)
+    def _rotation(self, positions_T: torch.Tensor, frequencies: torch.Tensor, scale: float) -> Rotation:
+        """Of each position, [T, 1, D], in the model's dtype; cosine and sine are multiplied by `scale`."""
+        angles = torch.outer(positions_T.float(), frequencies)
         angles_T1D = torch.cat((angles, angles), dim=-1)[:, None]
-        cos_T1D, sin_T1D = angles_T1D.cos() * self._angle_scale, angles_T1D.sin() * self._angle_scale
-        return cos_T1D.to(self.config.params_dtype), sin_T1D.to(self.config.params_dtype)
+        dtype = self.config.params_dtype
+        return Rotation((angles_T1D.cos() * scale).to(dtype), (angles_T1D.sin() * scale).to(dtype))
 
 
 class InterleavedGPT(MegatronModule):
@@ -263,7 +275,7 @@ def build_model(
         kv_channels=shape.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=shape.qk_norm,
+        qk_layernorm=shape.qk_norm_heads is not None,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -292,8 +304,7 @@ def build_model(
         calculate_per_token_loss=True,
         **INTERLEAVED if parallel.num_chunks > 1 else {},
         **RECOMPUTE[section.recompute] | moe_options(shape.experts, section.recompute),
-        **swiglu_options(parallel.device.LAYER_OPS),
-        **parallel.device.MODEL_OPTIONS,
+        **parallel.device.MODEL_OPTIONS | activation_options(shape, parallel.device.LAYER_OPS),
     )
     chunks = [kind(config, shape, parallel, chunk) for chunk in range(parallel.num_chunks)]
     model = chunks[0] if len(chunks) == 1 else InterleavedGPT(config, chunks)
@@ -327,28 +338,35 @@ def _mark_divided(model: RankModel) -> None:
                     set_tensor_model_parallel_attributes(parameter, True, int(by_columns), 1)
 
 
-def _block_spec(shape: ModelShape, parallel: Parallel, chunk: int) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: TransformerConfig, shape: ModelShape, parallel: Parallel, chunk: int
+) -> TransformerBlockSubmodules:
     """A chunk's layers; those of one kind share a spec."""
     ops = parallel.device.LAYER_OPS
     stages = stage_layers(shape.num_layers, parallel.pp_size * parallel.num_chunks)
     layers = stages[chunk * parallel.pp_size + parallel.pp_rank]
     kinds = [(shape.has_experts(layer), shape.has_delta(layer)) for layer in layers]
-    specs = {kind: _layer_spec(shape, ops, *kind) for kind in dict.fromkeys(kinds)}
+    specs = {kind: _layer_spec(config, shape, ops, *kind) for kind in dict.fromkeys(kinds)}
     return TransformerBlockSubmodules([specs[kind] for kind in kinds], norm_spec(ops, shape))
 
 
-def _layer_spec(shape: ModelShape, ops: LayerOps, has_experts: bool, has_delta: bool) -> ModuleSpec:
+def _layer_spec(
+    config: TransformerConfig, shape: ModelShape, ops: LayerOps, has_experts: bool, has_delta: bool
+) -> ModuleSpec:
     experts = shape.experts if has_experts else None
     layer = get_gpt_layer_local_spec(
-        num_experts=experts and experts.num_experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+        num_experts=experts and experts.num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     if experts is not None:
         use_router(layer, experts)
         use_stacked_experts(layer, ops, has_shared=experts.shared_size > 0)
-    layer.submodules.self_attention.submodules.core_attention = SharedPromptAttention
-    use_layer_ops(layer, ops, shape)
+    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=SharedPromptAttention, params={"shape": shape}
+    )
+    use_norms(layer, config, shape, ops)
+    use_activation(layer, shape, ops)
     use_biases(layer, shape)
-    if shape.multipliers is not None:
+    if shape.multipliers is not None and shape.multipliers.residual != 1:
         layer.submodules.self_attn_bda = layer.submodules.mlp_bda = scaled_add(shape.multipliers.residual)
     if shape.has(OUT_GATE):
         layer.submodules.self_attention.module = GatedAttention

@@ -62,6 +62,8 @@ CLASS_OF = {
     "mlp.down_proj.bias": "down bias",
     "mlp.gate.weight": ROUTER,
     "post_attention_layernorm.weight": "post-attention norm",
+    "pre_feedforward_layernorm.weight": "pre-feed-forward norm",
+    "post_feedforward_layernorm.weight": "post-feed-forward norm",
     "model.embed_tokens.weight": EMBEDDING,
     "model.norm.weight": "final norm",
     "lm_head.weight": HEAD,

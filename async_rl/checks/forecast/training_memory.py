@@ -210,9 +210,10 @@ def attention_values_per_row(model: ModelShape, shares: Shares) -> int:
     keys = keys * shares.tensor // model.num_kv_heads if shares_heads else keys
     made, of_all = (0, model.qkv_size) if shares_heads else (model.qkv_size, 0)
     if shares.context == 1:
-        return ceil((made + (queries if model.qk_norm else 0) + queries + keys + queries) / shares.tensor) + of_all
+        normed = queries if model.qk_norm_heads else 0
+        return ceil((made + normed + queries + keys + queries) / shares.tensor) + of_all
     # Norms keep what they have read.
-    before = ceil((made + queries) / shares.tensor) + of_all if model.qk_norm else 0
+    before = ceil((made + queries) / shares.tensor) + of_all if model.qk_norm_heads else 0
     own_heads = max(1, model.num_kv_heads // shares.tensor)
     received = queries + 2 * keys * max(1, shares.context // own_heads)
     return before + ceil((received + 2 * queries) / shares.tensor)

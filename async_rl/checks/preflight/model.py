@@ -13,7 +13,7 @@ from async_rl.checks.preflight.weight_files import HEAD, require_sizes, require_
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, SAME_AS, TABLE
+from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, TABLE
 from async_rl.shared.model_limits import fp8_block
 from async_rl.shared.model_shape import ModelShape, damaged
 from async_rl.shared.net.hub import hub_fault
@@ -407,14 +407,18 @@ def require_exact(config: Config, files: ModelFiles) -> None:
             raise ConfigError(
                 f"train.exact needs {key} = {expected!r}, not {value!r}: change it, or set train.exact to false"
             )
-    family = str(files.config.get("model_type"))
-    traits = TABLE.get(SAME_AS.get(family, family))
-    lacks = {"experts": traits and traits.experts, "linear attention": traits and traits.delta}
-    for what, has in lacks.items():
-        if has:
+    shape, kind = files.shape, f"is of {files.config['model_type']!r}"
+    without = {
+        "experts": kind if shape.experts else None,
+        "linear attention": kind if shape.delta else None,
+        "other activations than SiLU": kind if shape.has_gelu else None,
+        "windows": f"has sliding_window {shape.window}" if shape.window else None,
+    }
+    for what, found in without.items():
+        if found:
             raise ConfigError(
-                f"train.exact is for models without {what}, and model.path {files.name!r} is of {family!r}: set "
-                "train.exact to false"
+                f"train.exact is for models without {what}, and model.path {files.name!r} {found}: set train.exact to "
+                "false"
             )
 
 

@@ -12,11 +12,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3_5TextConfig,
@@ -28,6 +31,7 @@ from transformers import (
 )
 
 from async_rl.errors import ConfigError
+from async_rl.shared.layer_windows import FULL, SLIDING
 from async_rl.shared.model_families import ORIGINAL, QKV_BIAS, QUERY_BETA
 from async_rl.shared.model_shape import FAMILIES, Experts, ModelShape, Multipliers, Rope, stage_layers
 from tests.support.tiny_model import DEEPSEEKS_EXPERTS, LATENTS, MODEL_SIZE
@@ -47,6 +51,9 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "glm4_moe": Glm4MoeConfig,
     "qwen3_next": Qwen3NextConfig,
     "qwen3_5_text": Qwen3_5TextConfig,
+    "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
+    "gemma3_text": Gemma3TextConfig,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -83,6 +90,7 @@ DELTA_HEADS = {
     "linear_value_head_dim": 12,
 }
 NO_WINDOW = {"sliding_window": None}
+SCALED_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, **SCALED["ministral3"]}
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
@@ -258,7 +266,9 @@ def test_a_value_that_transformers_cannot_compute_with_is_refused(
 
 @settings(max_examples=20)
 @given(
-    st.sampled_from(sorted(CONFIGS.keys() - {"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text"})),
+    st.sampled_from(
+        sorted(CONFIGS.keys() - {"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "olmo3", "gemma3_text"})
+    ),
     st.booleans(),
     st.data(),
 )
@@ -307,7 +317,9 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
         query_scaling=(0.5, 8) if family == "ministral3" else None,
         unrotated_layers=frozenset(range(4, config["num_hidden_layers"] + 1, 4) if family == "smollm3" else ()),
     )
-    assert shape.has(QKV_BIAS) == (family in ("qwen2", "seed_oss")) and shape.qk_norm == family.startswith("qwen3")
+    assert shape.has(QKV_BIAS) == (family in ("qwen2", "seed_oss")) and shape.qk_norm_heads == (
+        (1, 1) if family.startswith("qwen3") else (num_heads, num_kv_heads) if family == "olmo2" else None
+    )
 
 
 @pytest.mark.parametrize(
@@ -318,9 +330,24 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
         ("qwen3", {"mlp_bias": True}, "mlp_bias true", "false"),
         (
             "qwen2",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 2},
-            "layer_types with 'sliding_attention'",
-            "'full_attention' in every layer",
+            {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2},
+            "layer_types with 'sliding_attention' and no sliding_window in use",
+            "'full_attention' in every layer, or a window",
+        ),
+        (
+            "olmo3",
+            {"sliding_window": None},
+            "layer_types with 'sliding_attention' and no sliding_window in use",
+            "'full_attention' in every layer, or a window",
+        ),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation 'silu'", "'gelu_pytorch_tanh'"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0", "none"),
+        ("olmo3", {"sliding_window": 0}, "sliding_window 0", "a number from 1"),
+        (
+            "olmo3",
+            {"layer_types": ["full_attention", "chunked_attention"], "num_hidden_layers": 2},
+            "layer_types with 'chunked_attention'",
+            "'full_attention' or 'sliding_attention' in every layer",
         ),
         (
             "qwen2",
@@ -334,7 +361,6 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
             "linear rope scaling with mrope_section",
             "none",
         ),
-        ("mistral", {}, "sliding_window 4096", "null"),
         (
             "qwen3_next",
             {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
@@ -356,12 +382,6 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
             "yarn rope scaling without llama_4_scaling_beta",
             "a number",
         ),
-        (
-            "smollm3",
-            {"use_sliding_window": True, "sliding_window": 8},
-            "layer_types with 'sliding_attention'",
-            "'full_attention' in every layer",
-        ),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2", "1, experts in every layer"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers [0]", "[], experts in every layer"),
         (
@@ -379,6 +399,41 @@ def test_what_the_trainer_lacks_is_refused_by_name(
         read(family, **config)
     said = f"{found} in its config.json, which the trainer does not support: expected {expected}"
     assert str(refused.value).startswith("here has ") and str(refused.value).endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "window", "layers"),
+    [
+        ("mistral", {}, 4096, {1, 2, 3, 4, 5}),
+        ("mistral", {"sliding_window": None}, None, set()),
+        ("ministral3", {"rope_parameters": SCALED_ROPE, "sliding_window": 9}, 9, {1, 2, 3, 4, 5}),
+        ("qwen2", {"sliding_window": 8}, None, set()),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, None, set()),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 3}, 4096, {4, 5}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8, **EXPERTS}, 8, {1, 2, 3, 4, 5}),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, 8, {4}),
+        ("olmo3", {}, 4096, {1, 2, 3, 5}),
+        ("gemma3_text", {}, 4096, {1, 2, 3, 4, 5}),
+        ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 8}, 8, {1, 3, 5}),
+        ("olmo3", {"sliding_window": 8, "layer_types": [FULL, SLIDING, FULL, FULL, SLIDING]}, 8, {2, 5}),
+    ],
+)
+def test_windows_are_those_of_transformers(
+    family: str, config: dict[str, Any], window: int | None, layers: set[int]
+) -> None:
+    sizes = {**SIZES, "num_hidden_layers": 5, **config}
+    for written in (json.loads(CONFIGS[family](**sizes).to_json_string()), {"model_type": family, **sizes}):
+        shape = ModelShape.of_config(written, "here")
+        assert (shape.window, shape.windowed_layers) == (window, layers)
+
+
+def test_rotary_embeddings_of_layers_with_a_window_are_their_own() -> None:
+    config = {**SIZES, "model_type": "olmo3", "rope_theta": 77.0, "rope_scaling": {**LLAMA3, "rope_theta": 78.0}}
+    for written in (config, AutoConfig.for_model(**config).to_dict()):
+        shape = ModelShape.of_config(written, "here")
+        assert (shape.rope_theta, shape.rope and shape.rope.kind, shape.local_rope) == (78.0, "llama3", (5e5, None))
+    with pytest.raises(ConfigError, match="has rope_parameters of other keys in its config"):
+        ModelShape.of_config({**config, "rope_parameters": {"rope_type": "default"}}, "here")
 
 
 @given(st.integers(1, 130), st.integers(1, 20))

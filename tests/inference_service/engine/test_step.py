@@ -32,12 +32,27 @@ NEAR_TIE = 1e-6
 """Between two experts' router logits: rounding decides there, and whichever it takes is right."""
 
 
-WITH = {"deepseek_v3": {"num_key_value_heads": MODEL_SIZE["num_attention_heads"]}}
+WITH = {
+    "deepseek_v3": {"num_key_value_heads": MODEL_SIZE["num_attention_heads"]},
+    "mistral": {"sliding_window": 7},
+}
 
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3", "qwen3_moe", "llama", "smollm3", "ministral3", "granite", "deepseek_v3", "glm4_moe"],
+    params=[
+        "qwen3",
+        "qwen3_moe",
+        "llama",
+        "smollm3",
+        "ministral3",
+        "granite",
+        "olmo2",
+        "olmo3",
+        "mistral",
+        "deepseek_v3",
+        "glm4_moe",
+    ],
 )
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     config_class, own = FAMILIES[request.param]

@@ -34,14 +34,17 @@ class FakeFlash:
         return_debug_mask: bool,
         *,
         scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """(output, log-sum-exps [H, M], rng state, unused, debug mask)."""
         self._require(query_MHD, key_SKD, value_SKD, cum_seq_q, cum_seq_k, max_q, max_k)
         assert dropout_p == 0.0 and not return_debug_mask and scale is not None
+        _check(window_size_left is None or (is_causal and window_size_right == 0), "windows here are causal")
         out_MHD = torch.empty_like(query_MHD)
         lse_HM = torch.empty(query_MHD.shape[1], len(query_MHD), dtype=_lse_dtype(query_MHD))
         for q, kv in _entries(cum_seq_q, cum_seq_k):
-            scores_HMS = _scores(query_MHD[q], key_SKD[kv], scale, is_causal)
+            scores_HMS = _scores(query_MHD[q], key_SKD[kv], scale, is_causal, window_size_left)
             lse_HM[:, q] = scores_HMS.logsumexp(-1).to(lse_HM.dtype)
             values_SHD = _expanded(value_SKD[kv], query_MHD.shape[1])
             out_MHD[q] = torch.einsum("hms,shd->mhd", scores_HMS.softmax(-1), values_SHD).to(out_MHD.dtype)
@@ -65,10 +68,13 @@ class FakeFlash:
         unused: torch.Tensor,
         *,
         scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dq, dk, dv) in the shapes of query, key and value, from the given output and log-sum-exps."""
         self._require(query_MHD, key_SKD, value_SKD, cum_seq_q, cum_seq_k, max_q, max_k)
         assert dropout_p == 0.0 and scale is not None
+        _check(window_size_left is None or (is_causal and window_size_right == 0), "windows here are causal")
         _check(grad_out.shape == out_MHD.shape == query_MHD.shape, "grad_out and out need query's shape")
         _check(grad_out.dtype == out_MHD.dtype == query_MHD.dtype, "grad_out and out need query's dtype")
         _check(grad_out.stride(-1) == out_MHD.stride(-1) == 1, "grad_out and out need a dense last dimension")
@@ -77,7 +83,7 @@ class FakeFlash:
         grads = [torch.zeros(x.shape, dtype=torch.float64) for x in (query_MHD, key_SKD, value_SKD)]
         num_heads, num_kv_heads = query_MHD.shape[1], key_SKD.shape[1]
         for q, kv in _entries(cum_seq_q, cum_seq_k):
-            scores_HMS = _scores(query_MHD[q], key_SKD[kv], scale, is_causal)
+            scores_HMS = _scores(query_MHD[q], key_SKD[kv], scale, is_causal, window_size_left)
             probs_HMS = (scores_HMS - lse_HM[:, q, None].double()).exp()
             dout_MHD = grad_out[q].double()
             delta_HM1 = (dout_MHD * out_MHD[q].double()).sum(-1).T[..., None]
@@ -131,10 +137,14 @@ def _expanded(x_SKD: torch.Tensor, num_heads: int) -> torch.Tensor:
     return x_SKD.double().repeat_interleave(num_heads // x_SKD.shape[1], dim=1)
 
 
-def _scores(query_MHD: torch.Tensor, key_SKD: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
+def _scores(
+    query_MHD: torch.Tensor, key_SKD: torch.Tensor, scale: float, causal: bool, before: int | None
+) -> torch.Tensor:
     scores_HMS = torch.einsum("mhd,shd->hms", query_MHD.double(), _expanded(key_SKD, query_MHD.shape[1])) * scale
     if causal:
         # Aligned at the bottom right: the last query attends to the last key.
         num_q, num_kv = scores_HMS.shape[1:]
         scores_HMS.masked_fill_(torch.ones(num_q, num_kv).triu(1 + num_kv - num_q).bool(), -torch.inf)
+        if before is not None:
+            scores_HMS.masked_fill_(torch.ones(num_q, num_kv).tril(num_kv - num_q - before - 1).bool(), -torch.inf)
     return scores_HMS

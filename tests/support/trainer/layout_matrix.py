@@ -119,6 +119,9 @@ DELTA_NETS = ("qwen3_next", "qwen3_5")
 WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen3_next")
 """Those with operations that the families of `cases` do not have, and of which a layout might make something else."""
 
+OTHER_NORMS = ("olmo2", "olmo3", "gemma3_text")
+"""Those with norms over what several ranks have, or of what a half of a layer adds; and with windows."""
+
 
 @dataclass(frozen=True, order=True)
 class Case:
@@ -207,6 +210,9 @@ def _sizes(case: Case) -> dict[str, int]:
     sizes["num_hidden_layers"] = max(2, place.pipeline * place.chunks) + case.ragged
     if case.ragged:
         sizes["num_key_value_heads"] = max(1, place.tensor * place.context // 2)
+        if thirds:
+            # Three ranks share the rows of one key head and of its value head.
+            sizes["head_dim"] = 12
     if case.family.startswith(DELTA_NETS):
         sizes |= {"linear_num_key_heads": place.tensor, "linear_num_value_heads": 2 * place.tensor}
     if case.experts and not case.family:
@@ -250,6 +256,18 @@ def ragged_cases(num_ranks: int) -> list[Case]:
     placed = [case for case in cases(num_ranks) if not case.experts and case.placement.num_replicas < num_ranks]
     some = [replace(case, ragged=True, family=family) for case in placed for family in ("", *OTHER_FAMILIES)]
     return [case for case in some if _may_share_rows(case)]
+
+
+def cover_of_each(families: Sequence[str], num_ranks: int) -> list[Case]:
+    """For each of the families, which have no experts, a cover of its own of all placements."""
+    some = [case for case in cases(num_ranks) if not case.experts]
+    return [
+        case
+        for family in families
+        for case in cover_of(
+            [replace(case, family=family, ragged=ragged) for case in some for ragged in (False, True)], strength=1
+        )
+    ]
 
 
 def expert_family_cases(num_ranks: int) -> list[Case]:

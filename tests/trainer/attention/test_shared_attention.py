@@ -77,13 +77,15 @@ def samples_of(lengths: Lengths, padding: int) -> list[tuple[list[int], int]]:
 
 
 def plain_attention(
-    query_LHD: torch.Tensor, key_LKD: torch.Tensor, value_LKD: torch.Tensor, scale: float
+    query_LHD: torch.Tensor, key_LKD: torch.Tensor, value_LKD: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Causal attention of one sample."""
+    """Causal attention of one sample, each row to the last `window` ones."""
     per_key_head = query_LHD.shape[1] // key_LKD.shape[1]
     key_LHD, value_LHD = (x.repeat_interleave(per_key_head, 1) for x in (key_LKD, value_LKD))
     scores_HLL = torch.einsum("ihd,jhd->hij", query_LHD, key_LHD) * scale
     hidden_LL = torch.ones(scores_HLL.shape[1:], dtype=torch.bool).triu(1)
+    if window is not None:
+        hidden_LL |= torch.ones_like(hidden_LL).tril(-window)
     return torch.einsum("hij,jhd->ihd", scores_HLL.masked_fill(hidden_LL, -torch.inf).softmax(-1), value_LHD)
 
 
@@ -93,15 +95,18 @@ def unshared_attention(
     value_TKD: torch.Tensor,
     samples: Sequence[tuple[list[int], int]],
     scale: float,
+    window: int | None,
 ) -> torch.Tensor:
     out_THD = torch.zeros_like(query_THD)
     for rows, num_own in samples:
-        own_out = plain_attention(query_THD[rows], key_TKD[rows], value_TKD[rows], scale)[-num_own:]
+        own_out = plain_attention(query_THD[rows], key_TKD[rows], value_TKD[rows], scale, window)[-num_own:]
         out_THD = out_THD.index_copy(0, torch.tensor(rows[-num_own:]), own_out)
     return out_THD
 
 
-def largest_error(lengths: Lengths, dtype: torch.dtype, heads: tuple[int, int, int], padding: int = 0) -> float:
+def largest_error(
+    lengths: Lengths, dtype: torch.dtype, heads: tuple[int, int, int], padding: int = 0, window: int | None = None
+) -> float:
     """Of output and gradients, relative to the largest value of each; the reference is in float64.
 
     Where the reference is 0, as queries' gradients are with a single key, relative to the inputs' size, which is 1.
@@ -113,11 +118,11 @@ def largest_error(lengths: Lengths, dtype: torch.dtype, heads: tuple[int, int, i
     scale = head_dim**-0.5
 
     *qkv, dout = (x.requires_grad_() for x in inputs)
-    out = shared_prompt_attention(*qkv, segments, scale, choose_device("cpu").ATTENTION)
+    out = shared_prompt_attention(*qkv, segments, scale, choose_device("cpu").ATTENTION, window=window)
     actual = [out, *torch.autograd.grad(out, qkv, dout.detach())]
 
     *qkv, dout = (x.detach().double().requires_grad_() for x in inputs)
-    out = unshared_attention(*qkv, samples_of(lengths, padding), scale)
+    out = unshared_attention(*qkv, samples_of(lengths, padding), scale, window)
     expected = [out, *torch.autograd.grad(out, qkv, dout.detach())]
     assert all(x.dtype == dtype for x in actual)
     return max(
@@ -131,6 +136,23 @@ def largest_error(lengths: Lengths, dtype: torch.dtype, heads: tuple[int, int, i
 def test_equals_unshared_attention_of_every_sample(name: str, dtype: torch.dtype, rng: random.Random) -> None:
     lengths = make_lengths(name, rng)
     assert largest_error(lengths, dtype, rng.choice([(4, 4, 16), (4, 2, 32), (6, 1, 8)])) <= LIMITS[dtype], lengths
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_window_equals_unshared_attention_of_every_sample(name: str, dtype: torch.dtype, rng: random.Random) -> None:
+    lengths = make_lengths(name, rng)
+    longest = make_segments(lengths).longest
+    assert longest == max(prompt + max(responses, default=0) for prompt, responses in lengths)
+    for window in {1, 2, rng.randint(1, longest), longest - 1, longest, longest + 1} - {0}:
+        error = largest_error(lengths, dtype, (4, 2, 16), rng.choice([0, 5]), window)
+        assert error <= LIMITS[dtype], (window, lengths)
+
+
+@pytest.mark.parametrize("window", [100, 300])
+def test_a_window_of_many_blocks_equals_unshared_attention(window: int, rng: random.Random) -> None:
+    lengths = [(rng.randint(600, 900), [rng.randint(1, 700) for _ in range(3)]), (5, [1, 600])]
+    assert largest_error(lengths, torch.float64, (2, 1, 8), 0, window) <= LIMITS[torch.float64], lengths
 
 
 @pytest.mark.parametrize("padding", [1, 7, 80])
@@ -170,14 +192,14 @@ def test_hundreds_of_tiny_responses_take_few_kernel_calls(rng: random.Random) ->
     assert 0 < num_calls <= 64 < len(segments.self_part.q_lens)
 
 
-def memory_of(num_responses: int, rows: int) -> tuple[int, int, int]:
+def memory_of(num_responses: int, rows: int, window: int | None) -> tuple[int, int, int]:
     """(peak bytes, bytes of the largest tensor, rows) of attention, forward and backward."""
     segments = make_segments([(64, [rows] * num_responses)])
     qkv = [torch.randn(segments.num_rows, n, 16, requires_grad=True) for n in (2, 1, 1)]
     dout = torch.randn(segments.num_rows, 2, 16)
 
     def run() -> None:
-        out = shared_prompt_attention(*qkv, segments, 0.25, choose_device("cpu").ATTENTION)
+        out = shared_prompt_attention(*qkv, segments, 0.25, choose_device("cpu").ATTENTION, window=window)
         torch.autograd.grad(out, qkv, dout)
 
     run()
@@ -185,11 +207,12 @@ def memory_of(num_responses: int, rows: int) -> tuple[int, int, int]:
     return used.peak_bytes, used.largest_bytes, segments.num_rows
 
 
+@pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("more", [(2, 1), (1, 2)])
-def test_memory_is_linear_in_rows_and_has_no_square_tensor(more: tuple[int, int]) -> None:
+def test_memory_is_linear_in_rows_and_has_no_square_tensor(more: tuple[int, int], window: int | None) -> None:
     num_responses, rows = 32, 48
-    peak, largest, num_rows = memory_of(num_responses, rows)
-    doubled, _, _ = memory_of(num_responses * more[0], rows * more[1])
+    peak, largest, num_rows = memory_of(num_responses, rows, window)
+    doubled, _, _ = memory_of(num_responses * more[0], rows * more[1], window)
     assert 0 < doubled <= 2 * peak
     # One byte per pair of rows is what the mask alone would take.
     assert largest < num_rows**2

@@ -114,11 +114,13 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
     optimizer, 1 rank again."""
     stages = ["1", "tensor", "context", "pipeline", "interleaved", "replicas", "1 again"]
     # Tied embeddings and query norms in one; in the other an output layer, biases, a key head that ranks share, and
-    # stages and chunks of different lengths. In the third gated delta nets, gates, and experts.
+    # stages and chunks of different lengths. In the third gated delta nets, gates, and experts; in the
+    # fourth norms of all heads, and of outputs.
     models = {
         "a": ("float32", tiny_model("qwen3", tied=True, num_hidden_layers=4)),
         "b": ("bfloat16", tiny_model("qwen2", num_key_value_heads=1, num_hidden_layers=5)),
         "c": ("float32", tiny_model("qwen3_next", num_hidden_layers=4)),
+        "d": ("float32", tiny_model("olmo3", num_key_value_heads=1, num_hidden_layers=5)),
     }
 
     def stage(number: int, **options: Any) -> list[Run]:

@@ -1,7 +1,7 @@
 """The kernels of CUDA and NPU, on operators that follow their documentation, against dense attention."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -43,24 +43,27 @@ KERNELS = {
 }
 
 
-def results(inputs: Any, segments: Segments, kernel: AttentionKernel | None) -> list[torch.Tensor]:
+def results(
+    inputs: Any, segments: Segments, kernel: AttentionKernel | None, window: int | None = None
+) -> list[torch.Tensor]:
     """Output and gradients of query, key and value."""
     *qkv, dout = inputs
     leaves = [tensor.detach().requires_grad_() for tensor in qkv]
-    out = shared_prompt_attention(*leaves, segments, HEAD_DIM**-0.5, kernel)
+    out = shared_prompt_attention(*leaves, segments, HEAD_DIM**-0.5, kernel, window=window)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
+@pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("device", KERNELS)
 def test_kernel_gives_output_and_gradients_of_dense_attention(
-    device: str, dtype: torch.dtype, segments: Segments
+    device: str, dtype: torch.dtype, window: int | None, segments: Segments
 ) -> None:
     if device.startswith("cpu") and dtype == torch.float16:
         pytest.skip("the CPU kernel takes float16 only on some processors")
     inputs = make_inputs(segments, dtype, HEADS, HEAD_DIM)
-    expected = results([tensor.double() for tensor in inputs], segments, None)
-    for actual, wanted in zip(results(inputs, segments, KERNELS[device](dtype)), expected, strict=True):
+    expected = results([tensor.double() for tensor in inputs], segments, None, window)
+    for actual, wanted in zip(results(inputs, segments, KERNELS[device](dtype), window), expected, strict=True):
         assert actual.dtype == dtype
         torch.testing.assert_close(actual.double(), wanted, atol=TOLERANCES[dtype] * max(1, wanted.abs().max()), rtol=0)
 
@@ -109,6 +112,31 @@ def test_head_dimension_that_flash_attention_lacks_is_refused_by_name() -> None:
     tensor = torch.zeros(1, 1, 12, dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match="multiples of 8 and at most 256, not 12"):
         CUDAAttention().forward(tensor, tensor, tensor, Part((1,), (1,), True, CPU), 1.0)
+
+
+def test_npu_window_is_a_band_that_ends_at_the_last_query_and_key() -> None:
+    fake = FakeTorchNPU((torch.float32,))
+    segments = Segments(Part((9, 2), (9, 2), True, CPU), Part((2,), (9,), False, CPU), cross_q_start=9)
+    results(make_inputs(segments, torch.float32, HEADS, HEAD_DIM), segments, NPUAttention(fake), 4)  # type: ignore[arg-type]
+    modes = [(call["sparse_mode"], call["atten_mask"] is not None) for call in fake.calls]
+    assert modes == [(4, True)] * 2
+
+
+class WithoutWindow(CPUAttention):
+    """A wrong kernel: rows attend to all keys before them."""
+
+    def forward(self, query: Any, key: Any, value: Any, part: Part, scale: float) -> Any:
+        if part.window is not None:
+            part = replace(part, window=10_000)
+        return super().forward(query, key, value, part, scale)
+
+
+def test_a_kernel_that_is_wrong_with_a_window_is_found_where_a_model_has_one() -> None:
+    checked_kernel.cache_clear()
+    kernel = WithoutWindow()
+    assert checked_kernel(OnCPU(kernel), torch.float32, *HEADS, HEAD_DIM) is kernel
+    checked = checked_kernel(OnCPU(kernel), torch.float32, *HEADS, HEAD_DIM, has_windows=True)
+    assert isinstance(checked, ComposedAttention)
 
 
 @dataclass(frozen=True)
@@ -195,7 +223,7 @@ def test_right_kernel_passes_the_check_on_first_use(
     kernel: AttentionKernel, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ) -> None:
     checked_kernel.cache_clear()
-    assert checked_kernel(OnCPU(kernel), dtype, *HEADS, HEAD_DIM) is kernel
+    assert checked_kernel(OnCPU(kernel), dtype, *HEADS, HEAD_DIM, has_windows=True) is kernel
     assert not caplog.records
 
 

@@ -73,6 +73,8 @@ def test_two_ranks_stream_the_original_bytes_and_hold_a_parcel_at_a_time(
         {"checkpoint": tiny_model("qwen3_moe"), "layout": {**CP2, **EP2}, "bucket_bytes": SMALL_BUCKET},
         {"checkpoint": tiny_model("qwen3_next"), "layout": TP2, "bucket_bytes": SMALL_BUCKET},
         {"checkpoint": tiny_model("qwen3_5_text", num_key_value_heads=1), "layout": TP2, "bucket_bytes": 1},
+        {"checkpoint": tiny_model("olmo3"), "layout": TP2, "bucket_bytes": SMALL_BUCKET},
+        {"checkpoint": tiny_model("gemma3_text", tied=True), "layout": PP2, "bucket_bytes": SMALL_BUCKET},
     ]
     reports = run_cases(2, cases, tmp_path)
     require_original_streams(reports, cases, tmp_path)

@@ -27,7 +27,7 @@ from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]
 SOME = ("q_proj", "v_proj", "o_proj")
-FAMILIES = [family for family, traits in TABLE.items() if not traits.has_latents]
+FAMILIES = [family for family, traits in TABLE.items() if not traits.has_latents and not traits.delta]
 
 
 def gradients_of(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:

@@ -42,12 +42,17 @@ OTHERS: dict[str, tuple[Any, ...]] = {
         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
         {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         {"rope_type": "default", "rope_theta": 55.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 77.0}},
+        {"full_attention": None, "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
     ),
     "layer_types": (
         ["full_attention", "sliding_attention"],
+        ["sliding_attention"] * 2,
+        ["full_attention"] * 2,
         ["full_attention", "linear_attention"],
-        ["linear_attention", "linear_attention"],
+        ["linear_attention"] * 2,
     ),
+    "sliding_window": (1, 3, None),
     "use_sliding_window": (True,),
     "mlp_only_layers": ([1],),
     "no_rope_layers": ([0, 1], [0, 0]),
@@ -64,7 +69,10 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 }
 """Values to try where the kind of a value does not tell any."""
 
-WITH = {"use_sliding_window": {"sliding_window": 4, "max_window_layers": 1}, "layer_types": {"sliding_window": 4}}
+WITH = {
+    "use_sliding_window": {"sliding_window": 4, "max_window_layers": 1},
+    "layer_types": {"sliding_window": 4, "use_sliding_window": True},
+}
 """What a key needs to have an effect."""
 
 NO_MODEL = {"model_type", "transformers_version", "_name_or_path", "id2label", "label2id", "return_dict"}

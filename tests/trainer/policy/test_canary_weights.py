@@ -39,6 +39,8 @@ MODELS = {
     "dense, tied": ("qwen3", {"tied": True}),
     "dense, untied, with biases": ("qwen2", {"tied": False}),
     "mixture of experts": ("qwen3_moe", {"tied": False}),
+    "untied, with norms of outputs": ("olmo3", {"tied": False}),
+    "untied, with norms around": ("gemma3_text", {"tied": False}),
 }
 
 

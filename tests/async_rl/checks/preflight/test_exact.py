@@ -19,8 +19,12 @@ def config_of(exact: bool, **sections: dict[str, Any]) -> Config:
     return parse_config(tree, "here")
 
 
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
+
 def files_of(family: str) -> ModelFiles:
-    return ModelFiles("a-model", None, {"model_type": family}, {})
+    return ModelFiles("a-model", None, {"model_type": family, **dict.fromkeys((*SIZES, *EXPERTS), 4)}, {})
 
 
 @pytest.mark.parametrize(
@@ -34,6 +38,7 @@ def files_of(family: str) -> ModelFiles:
         ({"trainer": {"pipeline_parallel": 2}}, "qwen3", "needs trainer.pipeline_parallel = 1, not 2"),
         ({}, "qwen3_5_text", "is for models without linear attention, .* 'a-model' is of 'qwen3_5_text'"),
         ({}, "qwen3_moe", "is for models without experts, .* 'a-model' is of 'qwen3_moe'"),
+        ({}, "mistral", "is for models without windows, .* 'a-model' has sliding_window 4096"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(sections: dict[str, Any], family: str, message: str) -> None:

@@ -92,7 +92,7 @@ def test_a_checkpoint_is_a_directory_with_a_config_or_the_name_of_one(tmp_path: 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "", None, 3, "QWEN3"])
 def test_the_trainers_families_are_trainable_and_others_named(tmp_path: Path, family: Any) -> None:
-    config = {**QWEN3, **EXPERTS, **DEEPSEEKS_EXPERTS, "model_type": family, "sliding_window": None}
+    config = {**QWEN3, **EXPERTS, **DEEPSEEKS_EXPERTS, "model_type": family}
     if family == "deepseek_v3":
         config |= {**LATENTS, "head_dim": LATENTS["qk_rope_head_dim"]}
     files = ModelFiles.find(str(checkpoint(tmp_path, config, {"chat_template": "x"})))
