@@ -228,8 +228,10 @@ def deviations(report: dict[str, Any], weights: dict[str, torch.Tensor], expecte
         found["loss"] = max(found["loss"], deviation(step["loss"], expected_step["loss"]))
         norm = deviation(step["grad_norm"], expected_step["grad_norm"])
         found["gradient norm"] = max(found["gradient norm"], norm)
+        # Of the last merge of adapters, and only one rank exports its weights between the batches.
+        expected_metrics = {key: value for key, value in expected_step["metrics"].items() if key != "merged_share"}
         # The metrics are means of values that cancel each other.
-        metrics = [deviation(step["metrics"][key], value) for key, value in expected_step["metrics"].items()]
+        metrics = [deviation(step["metrics"][key], value) for key, value in expected_metrics.items()]
         found["metrics / 10"] = max([found["metrics / 10"], *(x / 10 for x in metrics)])
     found["gap to the sampler"] = max(row["max_logprob_gap"] for row in report["rows"][0])
     scores, expected_scores = (
