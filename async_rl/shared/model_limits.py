@@ -62,7 +62,10 @@ def _of_ropes(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, 
 
 
 def _of_rope(config: Mapping[str, Any], traits: Family, name: str, rope: Any) -> Iterator[tuple[str, str]]:
-    if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+    if not isinstance(rope, Mapping):
+        yield f"{name} {rope!r}", "an object"
+        return
+    if any(isinstance(value, Mapping) for value in rope.values()):
         yield f"{name} by layer type", "the same in every layer"
         return
     kind = rope_type(rope)
