@@ -23,6 +23,7 @@ LASTING = {
     "RolloutFailed",
     "RunStopped",
     "UnknownInstance",
+    "UpdatesRoundedAway",
     "WriteFailed",
 }
 """The same input gives the same error again, or nothing is left to be restarted."""

@@ -73,6 +73,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 METRICS = {
     "iterations": 3,
+    "desired_instances": 1,
     "seconds": 2.0,
     "wait_s": 0.4,
     "train_s": 1.2,

@@ -143,9 +143,14 @@ def test_who_asks_for_more_log_probs_gets_events_though_frames_were_welcome(inst
 
 def test_answers_and_chunks_are_the_protocols_bodies(instance: Any) -> None:
     whole = instance.generate(PROMPT, n=2, logprobs=2)
-    assert inference.GenerateResponse.model_validate(whole).model_dump() == whole
+    assert inference.GenerateResponse.model_validate(whole).model_dump() == without_routes(whole)
     for chunk in Stream(instance.client, GENERATE, body_of(n=2, logprobs=2)).wait().chunks:
-        assert inference.GenerateChunk.model_validate(chunk).model_dump() == chunk
+        assert inference.GenerateChunk.model_validate(chunk).model_dump() == without_routes(chunk)
+
+
+def without_routes(body: dict[str, Any]) -> dict[str, Any]:
+    """Routes of experts are there only where they were asked for."""
+    return {**body, "choices": [{**choice, "routed_experts": None} for choice in body["choices"]]}
 
 
 def test_every_chunk_has_the_versions_of_the_whole_output_so_far(instance: Any) -> None:

@@ -24,7 +24,8 @@ EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
 def files_of(family: str) -> ModelFiles:
-    return ModelFiles("a-model", None, {"model_type": family, **dict.fromkeys((*SIZES, *EXPERTS), 4)}, {})
+    heads = {"head_dim": 8, "num_key_value_heads": 4}
+    return ModelFiles("a-model", None, {"model_type": family, **dict.fromkeys((*SIZES, *EXPERTS), 4), **heads}, {})
 
 
 @pytest.mark.parametrize(
