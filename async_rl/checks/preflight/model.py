@@ -462,7 +462,10 @@ def require_other_models(config: Config, policy: ModelFiles, num_ranks: int, *, 
             continue
         model = ModelFiles.find(name, setting, is_whole=is_whole)
         require_supported(model, is_whole=is_whole)
-        require_layout(config.trainer, model.shape, num_ranks)
+        try:
+            require_layout(config.trainer, model.shape, num_ranks)
+        except ConfigError as fault:
+            raise ConfigError(f"{model.named}, which has the policy's layout: {fault}") from fault
         own, expected = model.shape.vocab_size, policy.config.get("vocab_size")
         if own != expected:
             raise ConfigError(
