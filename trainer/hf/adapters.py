@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from async_rl.checks.preflight.adapter import CONFIG_FILE, UNHELD, WEIGHTS_FILE
+from async_rl.checks.preflight.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.errors import ConfigError
 from async_rl.shared.files import replace_directory, write_failed
@@ -15,8 +15,6 @@ from trainer.hf.checkpoint import save_tensors
 from trainer.hf.weight_map import COLUMNS, Layout, SlicedQKV, WeightEntry, weight_map
 from trainer.model.adapters import Adapter, Matrix, adapters_of, add_output
 from trainer.model.gpt import RankModel
-
-PREFIX = "base_model.model."
 
 
 def add_adapters(model: RankModel, section: AdapterSection) -> None:
@@ -51,8 +49,10 @@ def add_adapters(model: RankModel, section: AdapterSection) -> None:
 def start_adapters(model: RankModel, section: AdapterSection) -> None:
     """Gives a model adapters: new ones, or this rank's parts of those in `section.path`.
 
+    `require_adapters` has compared the file's names and shapes with the model.
+
     Raises:
-        ConfigError: they are not there, or do not fit the model.
+        ConfigError: it cannot be read.
     """
     add_adapters(model, section)
     if section.path is None:
@@ -60,28 +60,11 @@ def start_adapters(model: RankModel, section: AdapterSection) -> None:
     path = section.path / WEIGHTS_FILE
     try:
         with safe_open(path, framework="pt") as file, torch.no_grad():
-            names = set(file.keys())
             for adapter in adapters_of(model).values():
-                for factor, name, whole, at in _placed(adapter):
-                    if name not in names:
-                        raise ConfigError(
-                            f"{str(path)!r} (adapter.path) has no {name!r}, which adapter.targets ask for"
-                        )
-                    stored = file.get_slice(name)
-                    if tuple(stored.get_shape()) != whole:
-                        raise ConfigError(
-                            f"{str(path)!r} (adapter.path): {name!r} has shape {stored.get_shape()}, and the model "
-                            f"with adapter.rank = {section.rank} needs {list(whole)}: these adapters are another "
-                            "model's, or of another rank"
-                        )
-                    factor.copy_(stored[at])
+                for factor, name, at in _placed(adapter):
+                    factor.copy_(file.get_slice(name)[at])
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"adapter.path: {str(path)!r} cannot be read: {error}") from error
-    targeted = {name for adapter in adapters_of(model).values() for name in adapter.a}
-    if unknown := sorted(name for name in names if name.split(".")[-3] not in targeted):
-        raise ConfigError(
-            f"{str(path)!r} (adapter.path) has {unknown[0]!r}, which is not among adapter.targets: add it there"
-        )
 
 
 def _has_adapter(entry: WeightEntry, section: AdapterSection) -> bool:
@@ -101,7 +84,7 @@ def save_adapters(model: RankModel, section: AdapterSection, base: str, path: Pa
     """
     assert model.parallel.num_ranks == 1, "adapters are saved by one rank"
     placed = [each for adapter in adapters_of(model).values() for each in _placed(adapter)]
-    tensors = {name: factor.detach().cpu().contiguous() for factor, name, _, _ in placed}
+    tensors = {name: factor.detach().cpu().contiguous() for factor, name, _ in placed}
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -109,9 +92,9 @@ def save_adapters(model: RankModel, section: AdapterSection, base: str, path: Pa
         "r": section.rank,
         "lora_alpha": section.alpha,
         "lora_dropout": 0.0,
+        "bias": "none",
         "target_modules": sorted({name for adapter in adapters_of(model).values() for name in adapter.a}),
         "inference_mode": True,
-        **{key: value for key, value in UNHELD.items() if value is not None},
     }
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -126,14 +109,14 @@ def save_adapters(model: RankModel, section: AdapterSection, base: str, path: Pa
         shutil.rmtree(partial, ignore_errors=True)
 
 
-Placed = tuple[torch.Tensor, str, tuple[int, ...], tuple[slice, ...]]
+Placed = tuple[torch.Tensor, str, tuple[slice, ...]]
 
 
 def _placed(adapter: Adapter) -> list[Placed]:
-    """(A factor's part of this rank, its name in peft's file, the shape of the whole, where the part is in it)."""
+    """(A factor's part of this rank, its name in peft's file, where the part is in the whole)."""
     found: list[Placed] = []
     for factor in adapter.parameters():
-        key, whole, offset = adapter.whole[id(factor)]
+        key, _, offset = adapter.whole[id(factor)]
         at = tuple(slice(start, start + size) for start, size in zip(offset, factor.shape, strict=True))
-        found.append((factor, f"{PREFIX}{key}.weight", whole, at))
+        found.append((factor, f"{PREFIX}{key}.weight", at))
     return found

@@ -7,19 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.checks.preflight.adapter_sizes import ATTENTION, linear_sizes, targeted
-from async_rl.checks.preflight.model import ModelFiles
+from async_rl.checks.preflight.model import CRITIC, ModelFiles
+from async_rl.checks.preflight.weight_files import LAYERS, tensors_of
 from async_rl.config.adapter_section import ALL_LINEAR, AdapterSection
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_shape import ModelShape
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
 
 UNHELD = {
     "bias": "none",
     "fan_in_fan_out": False,
     "use_rslora": False,
     "use_dora": False,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "lora_bias": False,
+    "layer_replication": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "velora_config": None,
+    "monteclora_config": None,
     "alora_invocation_tokens": None,
     "modules_to_save": None,
     "layers_to_transform": None,
@@ -28,12 +38,18 @@ UNHELD = {
 }
 """Keys of adapter_config.json that change what an adapter computes, with the only value that is held."""
 
+BASE_AS_IT_IS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` with which peft leaves the weights below adapters alone; with others, such as "pissa",
+it takes from them what the new adapters begin with, whenever it loads them."""
+
+DTYPES = ("F64", "F32", "F16", "BF16")
+
 PATTERNS = ("rank_pattern", "alpha_pattern")
 """Keys whose patterns give some layers another rank or alpha; peft writes patterns that match no layer, too."""
 
 
 def require_adapters(config: Config, files: ModelFiles) -> None:
-    """Checks the `[adapter]` section against the model, and against the directory that it names.
+    """Checks the `[adapter]` section against the model and the critic, and against the directory that it names.
 
     Raises:
         ConfigError: they do not fit; names the key, its value and the remedy.
@@ -41,29 +57,41 @@ def require_adapters(config: Config, files: ModelFiles) -> None:
     adapter = config.adapter
     if not adapter.is_given:
         return
-    shape = files.shape
-    for fault in _faults_of_model(adapter, shape, files.name, config.trainer.tensor_parallel):
-        raise ConfigError(fault)
+    critic = config.algorithm.critic.critic_path
+    for model in (files, *([] if critic is None else [ModelFiles.find(critic, CRITIC, is_whole=False)])):
+        for fault in _faults_of_model(adapter, model.shape, model.named, config.trainer.tensor_parallel):
+            raise ConfigError(fault)
     if adapter.path is not None:
-        for fault in _faults_of_path(adapter, shape, adapter.path):
+        for fault in _faults_of_path(adapter, files.shape, adapter.path):
             raise ConfigError(f"{str(adapter.path)!r} (adapter.path) {fault}")
 
 
-def _faults_of_model(adapter: AdapterSection, shape: ModelShape, name: str, tensor_parallel: int) -> Iterator[str]:
+def factor_shapes(adapter: AdapterSection, shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Name in peft's file -> shape, of the factors A and B of all targeted layers."""
+    rank = adapter.rank or 0
+    found: dict[str, tuple[int, int]] = {}
+    for layer, (outputs, inputs) in targeted(adapter, linear_sizes(shape)).items():
+        for i in range(shape.num_layers):
+            name = f"{PREFIX}{LAYERS}{i}.{layer}"
+            found |= {f"{name}.lora_A.weight": (rank, inputs), f"{name}.lora_B.weight": (outputs, rank)}
+    return found
+
+
+def _faults_of_model(adapter: AdapterSection, shape: ModelShape, named: str, tensor_parallel: int) -> Iterator[str]:
     if shape.latents is not None:
         yield (
-            f"adapter.rank is {adapter.rank}, but model.path {name!r} has latent attention, whose layers have no "
+            f"adapter.rank is {adapter.rank}, but {named} has latent attention, whose layers have no "
             "adapters: leave adapter.rank out to train all weights"
         )
     if shape.delta is not None:
         yield (
-            f"adapter.rank is {adapter.rank}, but model.path {name!r} has linear attention, whose layers have no "
+            f"adapter.rank is {adapter.rank}, but {named} has linear attention, whose layers have no "
             "adapters: leave adapter.rank out to train all weights"
         )
     others = [target for target in adapter.targets if target not in ATTENTION]
     if shape.experts is not None and others:
         yield (
-            f"adapter.targets has {others[0]!r}, but the feed-forward parts of model.path {name!r} are experts, which "
+            f"adapter.targets has {others[0]!r}, but the feed-forward parts of {named} are experts, which "
             f"have no adapters: name some of {', '.join(ATTENTION)}"
         )
     if shape.num_kv_heads < tensor_parallel:
@@ -74,7 +102,7 @@ def _faults_of_model(adapter: AdapterSection, shape: ModelShape, name: str, tens
     for layer, sizes in targeted(adapter, linear_sizes(shape)).items():
         if adapter.rank is not None and adapter.rank > min(sizes):
             yield (
-                f"adapter.rank is {adapter.rank}, more than {layer} of model.path {name!r} has rows or columns "
+                f"adapter.rank is {adapter.rank}, more than {layer} of {named} has rows or columns "
                 f"({sizes[0]} x {sizes[1]}): {min(sizes)} is all that it can change; lower it"
             )
 
@@ -91,11 +119,12 @@ def _faults_of_path(adapter: AdapterSection, shape: ModelShape, path: Path) -> I
         return
     if not (path / WEIGHTS_FILE).is_file():
         yield f"has no {WEIGHTS_FILE}: save the adapters as safetensors"
+        return
     for key, held in UNHELD.items():
         # What is empty has no effect.
         if (value := found.get(key, held)) != held and (value or held):
             yield f"has {key} = {value!r}: only {held!r} is held"
-    layers = [f"model.layers.{i}.{name}" for i in range(shape.num_layers) for name in linear_sizes(shape)]
+    layers = [f"{LAYERS}{i}.{name}" for i in range(shape.num_layers) for name in linear_sizes(shape)]
     for key in PATTERNS:
         for pattern in found.get(key) or {}:
             # As peft matches them.
@@ -107,3 +136,25 @@ def _faults_of_path(adapter: AdapterSection, shape: ModelShape, path: Path) -> I
     theirs = found.get("target_modules")
     if theirs != ALL_LINEAR and not isinstance(theirs, list):
         yield f"has target_modules = {theirs!r}: only a list of names is held"
+    if (start := found.get("init_lora_weights", True)) not in BASE_AS_IT_IS:
+        yield f"has init_lora_weights = {start!r}, which changes the base: convert them as peft describes"
+    yield from _faults_of_weights(adapter, shape, path / WEIGHTS_FILE)
+
+
+def _faults_of_weights(adapter: AdapterSection, shape: ModelShape, file: Path) -> Iterator[str]:
+    """Of the factors, by their file's header."""
+    stored, expected = tensors_of(file), factor_shapes(adapter, shape)
+    for name in expected.keys() - stored.keys():
+        yield f"has no {name!r}, which adapter.targets ask for: these adapters are another model's, or of other layers"
+        return
+    for name, tensor in stored.items():
+        if name not in expected:
+            yield f"has {name!r}, which would be left out: it is no layer of the model that adapter.targets name"
+            return
+        if tensor.shape != expected[name] or tensor.dtype not in DTYPES:
+            yield (
+                f"has {name!r} of shape {list(tensor.shape)} as {tensor.dtype}, and the model with adapter.rank = "
+                f"{adapter.rank} needs {list(expected[name])} as one of {', '.join(DTYPES)}: these adapters are "
+                "another model's, or of another rank"
+            )
+            return

@@ -52,13 +52,22 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """
     tensors: dict[str, StoredTensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        try:
-            tensors |= _tensors_of(file)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(
-                f"{str(file)!r} cannot be read as safetensors ({file.stat().st_size} bytes): download it again"
-            ) from error
+        tensors |= tensors_of(file)
     return tensors
+
+
+def tensors_of(file: Path) -> dict[str, StoredTensor]:
+    """Those of one file.
+
+    Raises:
+        ConfigError: it is empty, cut short, or no such file.
+    """
+    try:
+        return _read_header(file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{str(file)!r} cannot be read as safetensors ({file.stat().st_size} bytes): download it again"
+        ) from error
 
 
 def is_predictor(name: str, shape: ModelShape) -> bool:
@@ -112,16 +121,20 @@ def require_tied_head(named: str, tensors: Mapping[str, StoredTensor]) -> None:
         )
 
 
-def _tensors_of(file: Path) -> dict[str, StoredTensor]:
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > MAX_HEADER_BYTES:
             raise ValueError(f"a header of {size} bytes")
         header: Mapping[str, Any] = json.loads(opened.read(size))
-    return {
+    found = {
         name: StoredTensor(
             file, str(each["dtype"]), tuple(each["shape"]), *(8 + size + int(at) for at in each["data_offsets"])
         )
         for name, each in header.items()
         if name != "__metadata__"
     }
+    needed = max((each.end for each in found.values()), default=8 + size)
+    if file.stat().st_size < needed:
+        raise ValueError(f"{needed} bytes are needed")
+    return found

@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from async_rl.checks.preflight.adapter import WEIGHTS_FILE
+from async_rl.checks.preflight.adapter import PREFIX, WEIGHTS_FILE
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.errors import UpdatesRoundedAway
 from async_rl.method.types import Group
@@ -19,7 +19,7 @@ from tests.support.trainer.random_adapters import ALL, ALPHA, ATTENTION, RANK, r
 from tests.trainer.test_trainer import num_labels, relative_error, with_logprobs
 from trainer.devices import cpu_ops
 from trainer.forward_backward import make_passes
-from trainer.hf.adapters import PREFIX, save_adapters
+from trainer.hf.adapters import save_adapters
 from trainer.model.adapters import adapters_of, base_parameters
 from trainer.policy import merge_watch, optimizer
 from trainer.policy.frozen_adapters import FrozenAdapters

@@ -1,21 +1,33 @@
 """Adapters that do not fit the model, or are not those that the config says, are refused before anything starts."""
 
 import json
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_rl.checks.preflight.adapter import CONFIG_FILE, PATTERNS, UNHELD, WEIGHTS_FILE, require_adapters
+from async_rl.checks.preflight.adapter import (
+    CONFIG_FILE,
+    PATTERNS,
+    PREFIX,
+    UNHELD,
+    WEIGHTS_FILE,
+    factor_shapes,
+    require_adapters,
+)
 from async_rl.checks.preflight.model import ModelFiles
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.shared.model_shape import ModelShape
 from tests.support.minimal_config import minimal_tree
 from tests.support.published_models import CONFIGS
 from tests.support.tiny_model import DEEPSEEKS_EXPERTS, LATENTS
 
-SAVED = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+SAVED: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 DEEPSEEK = {**CONFIGS["Qwen/Qwen3-8B"], "model_type": "deepseek_v3", **LATENTS, **DEEPSEEKS_EXPERTS}
 del DEEPSEEK["head_dim"]
 MODELS: dict[str, Any] = {**CONFIGS, "tiny DeepSeek-V3": DEEPSEEK}
@@ -28,12 +40,34 @@ def require(tmp_path: Path, model: str = "Qwen/Qwen3-8B", trainer: Any = None, *
     require_adapters(parse_config(tree, "here"), ModelFiles.find(str(tmp_path), is_whole=False))
 
 
-def saved(tmp_path: Path, **changes: Any) -> str:
+def factors(**adapter: Any) -> dict[str, tuple[int, ...]]:
+    """Name -> shape, of Qwen3-8B's."""
+    return dict(
+        factor_shapes(AdapterSection(**{**GIVEN, **adapter}), ModelShape.of_config(MODELS["Qwen/Qwen3-8B"], "here"))
+    )
+
+
+def saved(
+    tmp_path: Path, factors: Mapping[str, Sequence[int]] | None = None, dtype: str = "F32", **changes: Any
+) -> str:
+    """A directory as peft writes it, whose weights are a hole in the file."""
     path = tmp_path / "adapters"
     path.mkdir()
     (path / CONFIG_FILE).write_text(json.dumps({**SAVED, **changes}))
-    (path / WEIGHTS_FILE).touch()
+    header, end = {}, 0
+    for name, shape in (FACTORS if factors is None else factors).items():
+        begin, end = end, end + prod(shape) * WIDTHS[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (path / WEIGHTS_FILE).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
     return str(path)
+
+
+FACTORS = factors()
+ONE = f"{PREFIX}model.layers.{{}}.self_attn.q_proj.lora_{{}}.weight"
+WIDTHS = {"F32": 4, "BF16": 2, "I32": 4}
 
 
 def test_what_fits_passes(tmp_path: Path) -> None:
@@ -65,6 +99,23 @@ def test_what_the_model_cannot_have_is_named(
 
 
 @pytest.mark.parametrize(
+    ("critic", "words"),
+    [
+        ("tiny DeepSeek-V3", "has latent attention"),
+        ("Qwen/Qwen3-30B-A3B", "are experts, which have no adapters"),
+    ],
+)
+def test_a_critic_that_cannot_have_them_is_named(critic: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "critic"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(MODELS[critic]))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen/Qwen3-8B"]))
+    tree = {**minimal_tree(), "adapter": GIVEN, "algorithm": {"name": "ppo", "options": {"critic_path": str(path)}}}
+    with pytest.raises(ConfigError, match=rf"algorithm\.options\.critic_path '.*critic' {words}"):
+        require_adapters(parse_config(tree, "here"), ModelFiles.find(str(tmp_path), is_whole=False))
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"peft_type": "LOHA"}, "has peft_type = 'LOHA': only 'LORA' is held"),
@@ -72,6 +123,7 @@ def test_what_the_model_cannot_have_is_named(
         ({"lora_alpha": 32}, r"has lora_alpha = 32, but adapter\.alpha is 16\.0: set it to that"),
         ({"target_modules": "^.*_proj$"}, r"has target_modules = '\^\.\*_proj\$': only a list"),
         *(({key: {"q_proj": 4}}, f"has {key} for 'q_proj': all layers need the same") for key in PATTERNS),
+        ({"init_lora_weights": "pissa_niter_4"}, "has init_lora_weights = 'pissa_niter_4', which changes the base"),
         *(({key: "all" if held == "none" else [1]}, f"has {key} = .* is held") for key, held in UNHELD.items()),
     ],
 )
@@ -90,6 +142,39 @@ def test_a_damaged_directory_is_named(text: str, tmp_path: Path) -> None:
     (Path(path) / WEIGHTS_FILE).unlink()
     with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors"):
         require(tmp_path, path=path)
+
+
+def test_factors_in_bfloat16_are_read(tmp_path: Path) -> None:
+    require(tmp_path, path=saved(tmp_path, dtype="BF16", init_lora_weights="gaussian"))
+
+
+@pytest.mark.parametrize(
+    ("factors", "dtype", "words"),
+    [
+        ({name: shape for name, shape in FACTORS.items() if ".35." not in name}, "F32", r"no '.*layers\.35\..*'"),
+        ({**FACTORS, ONE.format(36, "A"): (8, 4096)}, "F32", r"'.*layers\.36\..*', which would be left out"),
+        ({**FACTORS, ONE.format(0, "B").replace("weight", "bias"): (4096,)}, "F32", r"'.*bias', which would be left"),
+        ({**FACTORS, "magnitude": (1,)}, "F32", "'magnitude', which would be left out"),
+        (factors(rank=4), "F32", r"of shape \[4, 4096\] as F32, and .* adapter\.rank = 8 needs \[8, 4096\]"),
+        ({**FACTORS, ONE.format(7, "B"): (2048, 8)}, "F32", r"'.*layers\.7\..*' of shape \[2048, 8\].*another model"),
+        (FACTORS, "I32", "as I32, and .* as one of F64, F32, F16, BF16"),
+    ],
+)
+def test_saved_factors_of_another_model_rank_or_form_are_named(
+    factors: Mapping[str, tuple[int, ...]], dtype: str, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"\(adapter\.path\) has .*{words}"):
+        require(tmp_path, path=saved(tmp_path, factors, dtype))
+
+
+def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    file = Path(path) / WEIGHTS_FILE
+    for size in (file.stat().st_size - 1, 100, 0):
+        with file.open("r+b") as opened:
+            opened.truncate(size)
+        with pytest.raises(ConfigError, match=rf"{WEIGHTS_FILE}' cannot be read as safetensors \({size} bytes\)"):
+            require(tmp_path, path=path)
 
 
 def config(**adapter: Any) -> Config:
