@@ -70,8 +70,9 @@ def contents_of(config: Config, loaded: Mapping[str, Any], algorithm: str) -> Co
     Raises:
         ConfigError: the file of the reward or of the rollout program cannot be read.
     """
-    base = weights_digest(find_checkpoint(config.model.path)) if config.adapter.is_given else ""
-    return Contents(loaded["digests"], _scoring_identity(config), algorithm, base)
+    below_adapters = (config.model.path, config.algorithm.critic.critic_path) if config.adapter.is_given else ()
+    bases = ["" if path is None else weights_digest(find_checkpoint(path)) for path in below_adapters]
+    return Contents(loaded["digests"], _scoring_identity(config), algorithm, *bases)
 
 
 def _scoring_identity(config: Config) -> str:

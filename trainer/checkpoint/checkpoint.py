@@ -199,8 +199,7 @@ class Checkpoints:
         if critic is not None:
             # It takes a step with the policy or none.
             critic.optimizer.resume(counts, iteration)
-        # A checkpoint of an earlier release does not say how many chunks its ranks had: one.
-        if {"virtual_pipeline_parallel": 1, **content["layout"]} == _layout(self._parallel):
+        if _layout_that_saved(content["layout"]) == _layout(self._parallel):
             set_random_state(self._parallel, _read_rank_file(path, self._parallel.rank)["random_state"])
         return iteration
 
@@ -316,7 +315,7 @@ def _require_same_tensors(path: Path, tensors: Sequence[ShardedTensor], parallel
         if wanted.get(key) != found.get(key):
             raise ConfigError(
                 f"checkpoint {str(path)!r} is of another model: {key} has shape {found.get(key, 'none')}, but the "
-                f"model's is {wanted.get(key, 'none')}: set model.path to the model that the run began with"
+                f"model's is {wanted.get(key, 'none')}: set model.path and [adapter] to what the run began with"
             )
 
 
@@ -349,6 +348,11 @@ def _layout(parallel: Parallel) -> dict[str, int]:
         "virtual_pipeline_parallel": parallel.num_chunks,
         "expert_parallel": parallel.ep_size,
     }
+
+
+def _layout_that_saved(layout: dict[str, int]) -> dict[str, int]:
+    """Checkpoints of earlier releases do not say what those had one of."""
+    return {"context_parallel": 1, "virtual_pipeline_parallel": 1, **layout}
 
 
 _HOST = "host"

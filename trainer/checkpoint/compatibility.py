@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from async_rl.checks.preflight.model import CRITIC
 from async_rl.config.file import parse_config
 from async_rl.config.reward_section import OPTIONS as REWARD_OPTIONS
 from async_rl.config.reward_section import RewardSettings
@@ -48,13 +49,14 @@ class Contents:
     """The contents behind a run's settings: digests of ranges of its prompts, and the identity of its reward.
 
     `algorithm` is that of a user's own one, "" for a built-in one; `base` that of the weights below adapters, which the
-    checkpoint does not have, "" without adapters.
+    checkpoint does not have, "" without adapters; `critic_base` the same of a critic with a checkpoint of its own.
     """
 
     prompts: Mapping[str, str]
     reward: str
     algorithm: str = ""
     base: str = ""
+    critic_base: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -178,14 +180,15 @@ def content_changes(before: Mapping[str, Any], now: Contents) -> list[str]:
         found.append(f"the reward is {now.reward}, but was {before['reward']}")
     if _place_of_algorithm(before, now) and before["algorithm"] != now.algorithm:
         found.append(f"the algorithm is {now.algorithm}, but was {before['algorithm']}")
-    if now.base and before.get("base") and before["base"] != now.base:
-        found.append(other_base(before["base"], now.base))
+    for key, setting, base in (("base", "model.path", now.base), ("critic_base", CRITIC, now.critic_base)):
+        if base and before.get(key) and before[key] != base:
+            found.append(other_base(setting, before[key], base))
     return found
 
 
-def other_base(before: str, now: str) -> str:
+def other_base(setting: str, before: str, now: str) -> str:
     """That the weights below a checkpoint's adapters are not those they were trained beside, by their digests."""
-    return f"the weights of model.path, beside which the adapters were trained, have the digest {now}, but had {before}"
+    return f"the weights of {setting}, beside which the adapters were trained, have the digest {now}, but had {before}"
 
 
 def _place_of_algorithm(before: Mapping[str, Any], now: Contents) -> set[str]:

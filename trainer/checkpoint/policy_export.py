@@ -45,7 +45,9 @@ def export_policy(
     if config.adapter.is_given:
         before, now = content.get("contents", {}).get("base"), weights_digest(source)
         if before and before != now:
-            raise ConfigError(f"checkpoint {str(checkpoint)!r}: {other_base(before, now)}: name that model by --model")
+            raise ConfigError(
+                f"checkpoint {str(checkpoint)!r}: {other_base('model.path', before, now)}: name that model by --model"
+            )
         load_hf_weights(model, source)
         add_adapters(model, config.adapter)
     fill(checkpoint, model_tensors(model, POLICY), parallel, dist.group.WORLD)

@@ -21,7 +21,14 @@ from async_rl.method.types import Group
 from tests.support.full_disk import largest_file
 from tests.support.trainer.checkpoint_worker import TIMEOUT_S, Run, make_trainer, run_config, train_elementwise
 from trainer.checkpoint.checkpoint import Checkpoints
-from trainer.checkpoint.files import checkpoint_path, newest_checkpoint, remove_partial, whole_checkpoints
+from trainer.checkpoint.files import (
+    checkpoint_path,
+    newest_checkpoint,
+    read_manifest,
+    remove_partial,
+    seal,
+    whole_checkpoints,
+)
 from trainer.checkpoint.tensors import boxes
 from trainer.parallel import Parallel
 from trainer.policy.optimizer import LearningRate
@@ -383,6 +390,35 @@ def test_a_critic_that_the_checkpoint_does_not_have_is_named(saved: tuple[Path, 
         ConfigError, match=r"iteration-000003' has no critic, which algorithm\.name = 'ppo' goes on wit"
     ):
         load(checkpoint_path(directory, 3), model, parallel, **ACCEPTED, algorithm={"name": "ppo"})
+
+
+@pytest.mark.parametrize("missing", [(), ("context_parallel",), ("context_parallel", "virtual_pipeline_parallel")])
+def test_random_states_go_on_under_the_layout_that_saved_also_of_an_earlier_release(
+    saved: tuple[Path, Path], parallel: Parallel, tmp_path: Path, missing: tuple[str, ...]
+) -> None:
+    model, directory = saved
+    checkpoints = Checkpoints(tmp_path / "new", 2, parallel, run_config(str(model)))
+    trainer = load(checkpoint_path(directory, 3), model, parallel)
+    torch.manual_seed(random.getrandbits(30))
+    expected = torch.get_rng_state()
+    save(checkpoints, 3, trainer)
+    checkpoints.close()
+    content = read_manifest(path := checkpoint_path(tmp_path / "new", 3))
+    content["layout"] = {key: size for key, size in content["layout"].items() if key not in missing}
+    for key in missing:
+        del content["config"]["trainer"][key]
+    del content["config"]["adapter"]
+    (path / "manifest.json").unlink()
+    seal(path.rename(tmp_path / "older"), path, content)
+    torch.rand(1)
+    load(path, model, parallel)
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_adapters_that_the_checkpoint_does_not_have_are_named(saved: tuple[Path, Path], parallel: Parallel) -> None:
+    model, directory = saved
+    with pytest.raises(ConfigError, match=r"another model: policy\..*: set model\.path and \[adapter\] to"):
+        load(checkpoint_path(directory, 3), model, parallel, **ACCEPTED, adapter={"rank": 2})
 
 
 @pytest.mark.parametrize("steps_per_batch", [1, 2])

@@ -1,6 +1,7 @@
 """What may change between a checkpoint and the run that goes on from it."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,17 @@ def test_rows_that_changed_are_named_by_their_stretch() -> None:
     ) as e:
         go_on(config(), contents(edited), contents(ANSWERS))
     assert "run.accept_changes" in str(e.value)
+
+
+@pytest.mark.parametrize(("key", "setting"), [("base", r"model\.path"), ("critic_base", "critic_path")])
+def test_other_weights_below_adapters_are_noticed(key: str, setting: str) -> None:
+    before, now = (replace(contents(ANSWERS), **{key: digest}) for digest in ("one", "another"))
+    go_on(config(), now, now)
+    with pytest.raises(ConfigError, match=rf"{setting}, beside .* have the digest another, but had one"):
+        go_on(config(), now, before)
+    # A checkpoint of a release that did not record it.
+    saved = {name: value for name, value in before.as_json().items() if name != key}
+    require_same_run(config().model_dump(mode="json"), config(), "iteration-000002", saved, now)
 
 
 def test_rows_that_were_added_or_left_out_are_noticed() -> None:
