@@ -13,7 +13,7 @@ from async_rl.errors import InstanceError, WriteFailed
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.pool.membership import BootId
-from async_rl.shared.programs.end_request import ask_to_end, asked_to_end, withdraw
+from async_rl.shared.programs.end_request import ask_to_end, is_answered, withdraw
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ class Rest:
             log.warning("the launcher has ended %s and starts them again", ", ".join(member.url for member in new))
             return
         log.error(
-            "nothing has ended %s: the trainer may find too little memory on its device; end these processes by hand, "
-            "async-rl run starts them again",
+            "not all of %s have been ended: the trainer may find too little memory on its device; end those that still "
+            "run by hand; async-rl run ends and starts again what it has started itself",
             ", ".join(member.url for member in new),
         )
 
@@ -60,7 +60,7 @@ class Rest:
             return False
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
-                while asked_to_end(self._run_dir):
+                while not is_answered(self._run_dir):
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             return False

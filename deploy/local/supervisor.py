@@ -55,7 +55,7 @@ class Supervisor:
         self._instances = [keep(running, url) for running, url in zip(instances, urls, strict=True)]
         self._by_url = dict(zip(urls, self._instances, strict=True))
         self._ending: dict[str, Running] = {}
-        """Processes that the producer has asked to end, by their URLs."""
+        """Processes that the request which stands has ended, by their URLs: each is killed once."""
         self._trainer = keep(trainer, None, (RESUME,))
         # A first start that finds another trainer would go on with that one's run.
         self._trainer.final_at_first = None if config.run.resume else RunDirInUse.__name__
@@ -82,15 +82,17 @@ class Supervisor:
         self._write_tasks()
 
     def _end_asked(self) -> None:
-        """Kills instances that keep a device from the trainer; the request is answered when they have ended."""
+        """Kills instances that keep a device from the trainer; the request is answered when all it names have ended.
+
+        One that names others as well, which run elsewhere, is not answered.
+        """
         asked = asked_to_end(self._run_dir)
+        self._ending = {url: p for url, p in self._ending.items() if url in asked or p.exit_code() is None}
         for url in asked.keys() & self._by_url.keys() - self._ending.keys():
             self._ending[url] = self._by_url[url].running
             self._by_url[url].kill(asked[url])
-        if all(running.exit_code() is not None for running in self._ending.values()):
-            self._ending.clear()
-            if asked:
-                withdraw(self._run_dir)
+        if asked.keys() <= self._ending.keys() and all(p.exit_code() is not None for p in self._ending.values()):
+            withdraw(self._run_dir)
 
     def _has_ended(self) -> bool:
         self._end_asked()

@@ -12,7 +12,7 @@ from async_rl.errors import InstanceError, InstanceUnreachable
 from async_rl.producer import rest
 from async_rl.producer.rest import Rest
 from async_rl.rollouts.pool.member import Member
-from async_rl.shared.programs.end_request import REQUEST_FILE, asked_to_end, withdraw
+from async_rl.shared.programs.end_request import REQUEST_FILE, asked_to_end, is_answered, withdraw
 from tests.support.members import ready_member
 
 HUNG = InstanceUnreachable("no answer to /sleep within 5 s")
@@ -70,8 +70,23 @@ def test_without_a_launcher_it_goes_on_with_the_remedy_and_leaves_no_request(
 ) -> None:
     monkeypatch.setattr(rest, "END_TIMEOUT_S", 0.3)
     begin(Sleepers(a=HUNG), tmp_path, None)
-    assert "nothing has ended http://a:1" in caplog.text and "end these processes by hand" in caplog.text
+    assert "not all of http://a:1 have been ended" in caplog.text and "by hand" in caplog.text
     assert not (tmp_path / REQUEST_FILE).exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "null", '{"http://a:1": 3}', "[" * 100_000, b"\xff"])
+def test_what_is_no_request_asks_for_nothing_and_is_no_answer(tmp_path: Path, content: str | bytes) -> None:
+    (tmp_path / REQUEST_FILE).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert asked_to_end(tmp_path) == {} and not is_answered(tmp_path)
+    withdraw(tmp_path)
+    assert is_answered(tmp_path)
+
+
+def test_a_directory_in_the_requests_place_stays_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / REQUEST_FILE).mkdir()
+    begin(Sleepers(a=HUNG), tmp_path, None)
+    assert "the launcher cannot be asked to end them" in caplog.text
+    assert asked_to_end(tmp_path) == {} and (tmp_path / REQUEST_FILE).is_dir()
 
 
 def test_nothing_is_asked_where_all_sleep(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
