@@ -144,7 +144,7 @@ def _faults_of_path(adapter: AdapterSection, shape: ModelShape, path: Path) -> I
 def _faults_of_weights(adapter: AdapterSection, shape: ModelShape, file: Path) -> Iterator[str]:
     """Of the factors, by their file's header."""
     stored, expected = tensors_of(file), factor_shapes(adapter, shape)
-    for name in expected.keys() - stored.keys():
+    for name in sorted(expected.keys() - stored.keys()):
         yield f"has no {name!r}, which adapter.targets ask for: these adapters are another model's, or of other layers"
         return
     for name, tensor in stored.items():
