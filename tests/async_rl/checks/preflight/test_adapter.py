@@ -186,6 +186,7 @@ def config(**adapter: Any) -> Config:
     [
         ({"alpha": 8}, r"adapter\.alpha.*adapter\.rank"),
         ({"rank": 0}, r"adapter\.rank"),
+        ({"rank": 8, "alpha": 1e300}, r"adapter\.alpha"),
         ({"rank": 8, "targets": []}, r"adapter\.targets"),
         ({"rank": 8, "targets": ["lm_head"]}, r"adapter\.targets"),
         ({"rank": 8, "targets": ["all-linear", "q_proj"]}, "leave one of them out"),
