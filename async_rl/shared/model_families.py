@@ -245,6 +245,13 @@ TABLE: Final[Mapping[str, Family]] = {
 SAME_AS: Final = {"kimi_k2": "deepseek_v3"}
 """Names that checkpoints give to another family's architecture."""
 
+BESIDE_IMAGES: Final = {"qwen3_5": "qwen3_5_text"}
+"""Names of models with images whose text model transformers saves alone, as one of `TABLE`."""
+SAVE_TEXT: Final = (
+    "save its text model with transformers, AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., "
+    "save_original_format=False)"
+)
+
 BIAS_KEYS: Final = ("attention_bias", "attention_out_bias", "mlp_bias")
 """Keys of config.json that a family without them in `features_of` must not have set."""
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from async_rl.errors import ConfigError
 from async_rl.shared.layer_windows import LINEAR, window_of, windowed_layers
 from async_rl.shared.model_families import (
+    BESIDE_IMAGES,
     DEFAULT_QUERY_SCALAR,
     GELU,
     HEAD_DIM,
@@ -28,6 +29,7 @@ from async_rl.shared.model_families import (
     QUERY_SCALAR,
     ROPE_KINDS,
     SAME_AS,
+    SAVE_TEXT,
     TABLE,
     Family,
     Norms,
@@ -534,6 +536,11 @@ def _family_of(config: Mapping[str, Any], named: str) -> str:
     name = config.get("model_type")
     family = SAME_AS.get(name, name) if isinstance(name, str) else name
     if not isinstance(family, str) or family not in FAMILIES:
+        if isinstance(family, str) and family in BESIDE_IMAGES:
+            raise ConfigError(
+                f"{named} has model_type {family!r}, a model with images, which the trainer does not support: expected "
+                f"{BESIDE_IMAGES[family]!r}; {SAVE_TEXT}"
+            )
         raise ConfigError(
             f"{named} has model_type {family!r}, which the trainer does not support: expected one of "
             f"{', '.join(FAMILIES)}"

@@ -13,7 +13,7 @@ from async_rl.checks.preflight.weight_files import HEAD, require_sizes, require_
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, TABLE
+from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, SAVE_TEXT, TABLE
 from async_rl.shared.model_limits import fp8_block
 from async_rl.shared.model_shape import ModelShape, damaged
 from async_rl.shared.net.hub import hub_fault
@@ -22,7 +22,7 @@ TEACHER = "algorithm.teacher"
 CRITIC = "algorithm.options.critic_path"
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-BESIDE_IMAGES = "model.language_model."
+IMAGES_PREFIX = "model.language_model."
 """What precedes the names of a model that is a part of one with images."""
 
 VALUE_HEADS = ("score.", "v_head.", "value_head.")
@@ -256,11 +256,9 @@ def require_supported(files: ModelFiles, *, is_whole: bool = True) -> None:
 def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path) -> None:
     """Checks what is silently left out, or found late, where files and config.json do not belong together."""
     named, tensors = files.named, stored_tensors(directory)
-    if any(name.startswith(BESIDE_IMAGES) for name in tensors):
+    if any(name.startswith(IMAGES_PREFIX) for name in tensors):
         raise ConfigError(
-            f"{named} has its tensors under {BESIDE_IMAGES!r}, as a part of a model with images: save its text model "
-            "with transformers, AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., "
-            "save_original_format=False)"
+            f"{named} has its tensors under {IMAGES_PREFIX!r}, as a part of a model with images: {SAVE_TEXT}"
         )
     require_sizes(named, shape, tensors)
     is_policy = not any(name.startswith(VALUE_HEADS) for name in tensors)
