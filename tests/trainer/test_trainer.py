@@ -18,10 +18,13 @@ MakeTrainer = Callable[..., MegatronTrainer]
 Gradients = Callable[[MegatronTrainer], dict[str, torch.Tensor]]
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the norm; an expert without a row has a gradient of 0."""
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+    """Of the norm, or of `least` where that is more; an expert without a row has a gradient of 0.
+
+    The terms of a small gradient, as a key bias has, are as large as those of others, and so are their roundings.
+    """
     difference = float((actual.double() - expected.double()).norm())
-    return difference / float(expected.double().norm()) if difference else 0.0
+    return difference / max(float(expected.double().norm()), least) if difference else 0.0
 
 
 def num_labels(groups: list[Group], normalize: str) -> int:
@@ -77,11 +80,11 @@ def test_batch_equals_transformers_and_autograd_on_unshared_samples(
             assert logprobs == pytest.approx(response.logprobs, abs=1e-5 * largest)
     assert stats.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
     assert set(gradients) == set(expected.gradients)
+    norm = float(torch.cat([g.flatten() for g in expected.gradients.values()]).norm())
     for name, gradient in gradients.items():
-        error = relative_error(gradient / num_labels(groups, normalize), expected.gradients[name])
+        error = relative_error(gradient / num_labels(groups, normalize), expected.gradients[name], norm / 100)
         assert error <= 1e-5, f"{name}: {error:.1e}"
-    norm = torch.cat([g.flatten() for g in expected.gradients.values()]).norm()
-    assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    assert stats.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
 def accumulated(trainer: MegatronTrainer, groups: list[Group], read: Gradients) -> dict[str, torch.Tensor]:

@@ -67,11 +67,11 @@ def test_a_batch_equals_peft(
     stats = trainer.optimizer_step()
     assert stats.loss == pytest.approx(expected.loss, rel=1e-5, abs=1e-6)
     assert set(gradients) == set(expected.gradients)
+    norm = float(torch.cat([g.flatten() for g in expected.gradients.values()]).norm())
     for name, gradient in gradients.items():
-        error = relative_error(gradient / num_labels(groups, "token"), expected.gradients[name])
+        error = relative_error(gradient / num_labels(groups, "token"), expected.gradients[name], norm / 100)
         assert error <= 1e-5, f"{name}: {error:.1e}"
-    norm = torch.cat([g.flatten() for g in expected.gradients.values()]).norm()
-    assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    assert stats.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
 NEW = AdapterSection(rank=RANK, alpha=ALPHA)
