@@ -329,7 +329,7 @@ class TransformersEngine:
 
     async def sleep(self, level: int) -> None:
         async with self._holding:
-            if self._update.phase is Phase.UPDATING:
+            if level < 2 and self._update.phase is Phase.UPDATING:
                 raise RequestRefused("a weight update is going on: finish it before the instance sleeps")
             self._paused = True
             self.abort(None)

@@ -60,10 +60,12 @@ class WeightUpdate:
     def sleep(self, *, keeps: bool) -> None:
         """Gives the weights' memory back; with `keeps` their values stay on the host until `wake`.
 
+        Without it an update that is going on ends, as one that a trainer left unfinished when it was lost.
+
         Raises:
-            RequestRefused: an update is going on.
+            RequestRefused: an update is going on, and what it has received so far were to be kept.
         """
-        if self._phase is Phase.UPDATING:
+        if keeps and self._phase is Phase.UPDATING:
             raise RequestRefused("a weight update is going on: finish it before the instance sleeps")
         if keeps and self._phase is Phase.SERVING:
             self._swap.to_host()

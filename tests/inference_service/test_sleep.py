@@ -84,6 +84,25 @@ def test_level_0_only_pauses(instance: Instance) -> None:
     assert tokens(instance) == awake
 
 
+def test_an_update_that_a_lost_trainer_left_unfinished_ends_with_a_sleep_that_drops_weights(
+    launch_instance: Callable[..., Instance],
+    model_path: Path,
+    load_reference: Callable[[Path], torch.nn.Module],
+    trainer_side: type[TrainerSide],
+) -> None:
+    instance = launch_instance(model_path)
+    expected = tokens(instance)
+    instance.post("/pause")
+    instance.post("/start_weight_update")
+    assert "weight update is going on" in str(instance.post("/sleep?level=1", status=400))
+    instance.post("/sleep?level=2")
+    assert is_sleeping(instance)
+    instance.post("/wake_up?tags=weights")
+    trainer_side([instance]).publish(load_reference(model_path), "v1")
+    instance.post("/wake_up?tags=kv_cache")
+    assert tokens(instance) == expected
+
+
 @pytest.mark.parametrize("query", ["level=3", "level=-1", "level=deep", "mode=wait", "mode=never"])
 def test_what_it_does_not_know_is_refused(instance: Instance, query: str) -> None:
     refused = instance.client.post(f"/sleep?{query}")
