@@ -91,7 +91,9 @@ class Supervisor:
         for url in asked.keys() & self._by_url.keys() - self._ending.keys():
             self._ending[url] = self._by_url[url].running
             self._by_url[url].kill(asked[url])
-        if asked.keys() <= self._ending.keys() and all(p.exit_code() is not None for p in self._ending.values()):
+        have_ended = all(process.exit_code() is not None for process in self._ending.values())
+        # Without a request there is none to answer: one that has come since would be lost.
+        if asked and asked.keys() <= self._ending.keys() and have_ended:
             withdraw(self._run_dir)
 
     def _has_ended(self) -> bool:

@@ -9,9 +9,10 @@ from typing import Any, cast
 import pytest
 
 from async_rl.config.sections import Config
-from async_rl.shared.programs.end_request import REQUEST_FILE, ask_to_end, is_answered
+from async_rl.shared.programs.end_request import REQUEST_FILE, ask_to_end, asked_to_end, is_answered
 from deploy.cluster.process import Process
 from deploy.cluster.run_view import RunView
+from deploy.local import supervisor
 from deploy.local.processes import Deployment
 from deploy.local.supervisor import Supervisor
 from tests.support.minimal_config import minimal_tree
@@ -124,3 +125,21 @@ def test_a_request_of_its_own_alone_is_answered_when_they_have_ended(
     ground.wait_until(lambda: is_answered(tmp_path))
     ground.wait_until(lambda: len(ground.said) == 2)
     assert "it hangs" in ground.said[0] and "started again (restart 1)" in ground.said[1]
+
+
+def test_a_request_that_comes_while_the_launcher_looks_is_not_lost(
+    tmp_path: Path, make_ground: Callable[[], Ground], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[dict[str, str]] = []
+
+    def look(run_dir: Path) -> dict[str, str]:
+        looked.append(asked_to_end(run_dir))
+        if len(looked) == 1:
+            ask_to_end(run_dir, {OWN: "it hangs"})
+        return looked[-1]
+
+    monkeypatch.setattr(supervisor, "asked_to_end", look)
+    ground = make_ground()
+    ground.wait_until(lambda: len(ground.said) == 2)
+    ground.wait_until(lambda: is_answered(tmp_path))
+    assert looked[0] == {} and "it hangs" in ground.said[0]
