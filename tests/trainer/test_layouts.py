@@ -19,7 +19,8 @@ from async_rl.checks.preflight.layout import require_layout
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.method.types import Group
-from async_rl.shared.model_shape import Experts, ModelShape
+from async_rl.shared.model_parts import Experts
+from async_rl.shared.model_shape import ModelShape
 from tests.support.trainer.bf16_bound import bound, roundings
 from tests.support.trainer.layout_comparison import OneRank, compare, shares_of_bound
 from tests.support.trainer.layout_matrix import (

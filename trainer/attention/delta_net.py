@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch.utils.checkpoint import checkpoint
 
-from async_rl.shared.model_shape import DeltaNet
+from async_rl.shared.model_parts import DeltaNet
 from trainer.attention.core_attention import SharedPromptParams
 from trainer.attention.delta_plan import DeltaPlan, Level
 from trainer.attention.delta_rule import gated_delta_rule

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from async_rl.shared.model_shape import Latents
+from async_rl.shared.model_parts import Latents
 from trainer.attention.core_attention import SharedPromptAttention, SharedPromptParams
 
 Norm = Callable[[TransformerConfig, int, float], torch.nn.Module]

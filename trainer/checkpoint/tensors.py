@@ -141,24 +141,10 @@ def _adapter_pieces(model: RankModel) -> Iterator[tuple[int, list[_Piece]]]:
             key, whole, offset = adapter.whole[id(factor)]
             # Ranks that have the same part: those of other replicas, and of other positions if it is not divided.
             tp_rank = 0 if factor.shape != whole else parallel.tp_rank
-            yield (
-                id(factor),
-                [
-                    _Piece(
-                        0,
-                        ShardedTensor(
-                            key,
-                            factor.detach(),
-                            factor.dtype,
-                            tuple(factor.shape),
-                            whole,
-                            offset,
-                            None,
-                            (0, tp_rank, parallel.dp_rank * parallel.cp_size + parallel.cp_rank),
-                        ),
-                    )
-                ],
-            )
+            replica_id = (0, tp_rank, parallel.dp_rank * parallel.cp_size + parallel.cp_rank)
+            data, shape = factor.detach(), tuple(factor.shape)
+            sharded = ShardedTensor(key, data, data.dtype, shape, whole, offset, None, replica_id)
+            yield id(factor), [_Piece(0, sharded)]
 
 
 def _piece(parameter: torch.Tensor, sharded: ShardedTensor) -> _Piece:

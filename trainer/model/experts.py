@@ -32,7 +32,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from async_rl.shared.model_shape import Experts
+from async_rl.shared.model_parts import Experts
 from trainer.attention.core_attention import SharedPromptParams
 from trainer.devices.host_copies import to_device
 from trainer.devices.layer_ops import LayerOps

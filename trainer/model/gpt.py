@@ -28,7 +28,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.shared.model_families import OUT_GATE, QKV_BIAS
-from async_rl.shared.model_shape import ModelShape, Rope, stage_layers
+from async_rl.shared.model_parts import Rope
+from async_rl.shared.model_shape import ModelShape, stage_layers
 from trainer.attention.core_attention import Rotation, SharedPromptAttention, SharedPromptParams
 from trainer.attention.delta_net import GatedDeltaNet
 from trainer.attention.delta_plan import DeltaPlan, make_delta_plan

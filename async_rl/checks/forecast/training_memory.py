@@ -29,7 +29,8 @@ from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.shared.model_shape import DeltaNet, ModelShape, stage_layers
+from async_rl.shared.model_parts import DeltaNet
+from async_rl.shared.model_shape import ModelShape, stage_layers
 
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 WIDE_BYTES = 4

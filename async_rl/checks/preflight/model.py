@@ -15,7 +15,8 @@ from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, SAVE_TEXT, TABLE
 from async_rl.shared.model_limits import fp8_block
-from async_rl.shared.model_shape import ModelShape, damaged
+from async_rl.shared.model_parts import damaged
+from async_rl.shared.model_shape import ModelShape
 from async_rl.shared.net.hub import hub_fault
 
 TEACHER = "algorithm.teacher"

@@ -33,7 +33,8 @@ from transformers import (
 from async_rl.errors import ConfigError
 from async_rl.shared.layer_windows import FULL, SLIDING
 from async_rl.shared.model_families import ORIGINAL, QKV_BIAS, QUERY_BETA
-from async_rl.shared.model_shape import FAMILIES, Experts, ModelShape, Multipliers, Rope, stage_layers
+from async_rl.shared.model_parts import Experts, Multipliers, Rope
+from async_rl.shared.model_shape import FAMILIES, ModelShape, stage_layers
 from tests.support.tiny_model import DEEPSEEKS_EXPERTS, LATENTS, MODEL_SIZE
 from tests.support.tiny_model import FAMILIES as TINY
 

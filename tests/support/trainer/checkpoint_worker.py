@@ -92,16 +92,7 @@ class Run:
 
 
 def make_trainer(config: Config, parallel: Parallel) -> MegatronTrainer:
-    return MegatronTrainer(
-        parallel,
-        config.trainer,
-        config.model,
-        config.rollout,
-        config.algorithm,
-        config.optimizer,
-        config.train,
-        config.adapter,
-    )
+    return MegatronTrainer.of(config, parallel)
 
 
 def train(trainer: MegatronTrainer, batch: list[Group], parallel: Parallel, num_steps: int) -> None:

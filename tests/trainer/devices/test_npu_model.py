@@ -8,7 +8,8 @@ import torch
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.method.types import Group
-from async_rl.shared.model_shape import Experts, ModelShape
+from async_rl.shared.model_parts import Experts
+from async_rl.shared.model_shape import ModelShape
 from tests.support.devices.fake_torch_npu import FakeTorchNPU
 from trainer.batching.group_slice import slices_of
 from trainer.batching.shared_prompt import MicroBatch, make_micro_batch

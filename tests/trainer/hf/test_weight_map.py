@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.shared.model_shape import DeltaNet, Experts, ModelShape
+from async_rl.shared.model_parts import DeltaNet, Experts
+from async_rl.shared.model_shape import ModelShape
 from async_rl.shared.weights.stream import TensorSpec, bucket_bytes_of, messages
 from trainer.hf.weight_map import COLUMNS, EMBEDDING, ROWS, ByHead, Layout, Stacked, tied_head, weight_map
 

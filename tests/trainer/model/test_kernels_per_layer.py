@@ -7,7 +7,8 @@ import torch
 
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.method.types import Group
-from async_rl.shared.model_shape import Experts, ModelShape
+from async_rl.shared.model_parts import Experts
+from async_rl.shared.model_shape import ModelShape
 from tests.support.devices.fake_flash import FakeFlash
 from tests.support.devices.host_traffic import HostTraffic
 from tests.trainer.devices.test_npu_model import DENSE, WITH_EXPERTS

@@ -8,7 +8,8 @@ import pytest
 from async_rl.checks.preflight.layout import require_layout
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
-from async_rl.shared.model_shape import DeltaNet, Experts, ModelShape
+from async_rl.shared.model_parts import DeltaNet, Experts
+from async_rl.shared.model_shape import ModelShape
 
 DENSE = ModelShape("qwen3", 2, 32, 64, 4, 2, 8, 96, 1e-6, 1e4, None, tied=False)
 EXPERTS = replace(DENSE, num_heads=8, num_kv_heads=8, experts=Experts(4, 2, 64, renormalized=True))

@@ -1,0 +1,259 @@
+"""The parts of a model that not all models have, and how each is read from config.json; for `model_shape`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from async_rl.errors import ConfigError
+from async_rl.shared.layer_windows import LINEAR
+from async_rl.shared.model_families import (
+    DEFAULT_QUERY_SCALAR,
+    HEAD_DIM,
+    MULTIPLIERS,
+    ORIGINAL,
+    QUERY_SCALAR,
+    ROPE_KINDS,
+    Family,
+)
+from async_rl.shared.model_limits import local_rope, rope_type
+
+FULL_INTERVAL = 4
+"""Of models with gated delta nets, where config.json leaves it out: every fourth layer has attention."""
+QUERY_RANK = 1536
+"""Of deepseek_v3's queries, where config.json leaves q_lora_rank out; null is none."""
+
+LARGEST_SIZE, LARGEST_NUMBER = 2**31, 1e30
+"""Of any one dimension, and of other numbers: larger ones are damaged files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer's feed-forward part: `num_experts` of them, each token uses the `top_k` best.
+
+    `renormalized` means that a token's `top_k` weights sum to 1; otherwise they are the scores over all experts, a
+    softmax. With `grouping` they are sigmoids, as in DeepSeek-V3. The first `num_dense` layers have none.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_size: int
+    renormalized: bool
+    grouping: "Grouping | None" = None
+    shared_size: int = 0
+    """Feed-forward size of what every token passes beside its experts."""
+    num_dense: int = 0
+    gates_shared: bool = False
+    """A gate of each token multiplies what the shared part gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """The choice of experts by DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): by score plus a bias that training does
+    not change, within the `top_groups` of `num_groups` whose two best sum highest; weights are multiplied by `scale`.
+    """
+
+    num_groups: int
+    top_groups: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Latents:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): sizes of the latents of queries, None without one,
+    and of keys and values; of each head's unrotated and rotated part of a query, and of its value. With `interleaved`
+    neighbouring dimensions are rotated together."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    interleaved: bool
+
+    @property
+    def head_dim(self) -> int:
+        """Of a query or key."""
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated delta nets (arXiv 2412.06464): heads, their dimensions, and the width of the convolution before them.
+
+    `layers`, from 0, have one in place of attention. Each key head has the same number of value heads.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    layers: frozenset[int]
+
+    @property
+    def values_per_key(self) -> int:
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def mixed(self) -> tuple[int, int, int]:
+        """Sizes of a key head's query, key, and values: what the convolution mixes."""
+        return self.key_dim, self.key_dim, self.values_per_key * self.value_dim
+
+    @property
+    def mixed_size(self) -> int:
+        return sum(self.mixed)
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """The same, and those of its values' gates, rates and decays: what the input projection makes."""
+        return *self.mixed, self.values_per_key * self.value_dim, self.values_per_key, self.values_per_key
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Scaled rotary embeddings: one of `ROPE_KINDS`, and its parameters by their names in config.json."""
+
+    kind: str
+    parameters: tuple[tuple[str, float | int | bool], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Of the embedding, of attention's scores in place of 1 / sqrt(head dimension), and of what each half of a layer
+    adds; logits are divided by `logits`. With `is_rounded` that of the embedding has the model's dtype."""
+
+    embedding: float
+    attention: float
+    residual: float = 1.0
+    logits: float = 1.0
+    is_rounded: bool = False
+
+
+def damaged(named: str, key: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"{named} has {key} = {value!r} in its config.json: expected {expected}; download it again")
+
+
+def positive(named: str, key: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value < LARGEST_NUMBER:
+        raise damaged(named, key, value, "a number above 0")
+    return float(value)
+
+
+def flag(named: str, key: str, config: Mapping[str, Any], *, default: bool = False) -> bool:
+    value = config.get(key, default)
+    if type(value) is not bool:
+        raise damaged(named, key, value, "true or false")
+    return value
+
+
+def read_rope(config: Mapping[str, Any], rope: Mapping[str, Any], named: str) -> Rope | None:
+    kind = str(rope_type(rope))
+    if kind == "default":
+        return None
+    needed, possible = ROPE_KINDS[kind]
+    given = {key: rope[key] for key in (*needed, *possible) if rope.get(key) is not None}
+    if ORIGINAL in possible:
+        # A config may have it beside these, and that one counts.
+        originals = (config.get(ORIGINAL), given.get(ORIGINAL), config.get("max_position_embeddings"))
+        given[ORIGINAL] = next((each for each in originals if each is not None), None)
+    for key in (key for key in (*needed, *possible) if key in needed or key in given):
+        if key == "truncate":
+            flag(named, key, given)
+        else:
+            positive(named, key, given.get(key))
+    if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
+        raise damaged(named, "low_freq_factor", given["low_freq_factor"], "less than its high_freq_factor")
+    return Rope(kind, tuple(sorted(given.items())))
+
+
+def read_multipliers(config: Mapping[str, Any], traits: Family, hidden_size: int, named: str) -> Multipliers | None:
+    if traits.multiplies:
+        embedding, attention, residual, logits = (positive(named, key, config.get(key, 1)) for key in MULTIPLIERS)
+        return Multipliers(embedding, attention, residual, logits)
+    if traits.has_scaled_embedding:
+        scalar = positive(named, QUERY_SCALAR, config.get(QUERY_SCALAR, DEFAULT_QUERY_SCALAR))
+        return Multipliers(hidden_size**0.5, scalar**-0.5, is_rounded=True)
+    return None
+
+
+def read_local_rope(config: Mapping[str, Any], traits: Family, named: str) -> tuple[float, Rope | None] | None:
+    if traits.local_theta is None:
+        return None
+    rope = local_rope(config, traits)
+    return positive(named, "rope_theta", rope["rope_theta"]), read_rope(config, rope, named)
+
+
+def read_latents(config: Mapping[str, Any], size: Callable[..., int], named: str) -> Latents:
+    rope_dim = size("qk_rope_head_dim")
+    if config.get(HEAD_DIM, rope_dim) != rope_dim:
+        # transformers makes the angles for so many.
+        raise damaged(named, HEAD_DIM, config[HEAD_DIM], f"qk_rope_head_dim = {rope_dim}, or no {HEAD_DIM}")
+    return Latents(
+        q_rank=None if config.get("q_lora_rank", 0) is None else size("q_lora_rank", default=QUERY_RANK),
+        kv_rank=size("kv_lora_rank"),
+        nope_dim=size("qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        value_dim=size("v_head_dim"),
+        interleaved=flag(named, "rope_interleave", config, default=True),
+    )
+
+
+def read_delta(config: Mapping[str, Any], size: Callable[..., int], named: str) -> DeltaNet:
+    num_layers = size("num_hidden_layers")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = size("full_attention_interval", default=FULL_INTERVAL)
+        kinds = [LINEAR if (layer + 1) % interval else "" for layer in range(num_layers)]
+    found = DeltaNet(
+        num_key_heads=size("linear_num_key_heads", default=16),
+        num_value_heads=size("linear_num_value_heads", default=32),
+        key_dim=size("linear_key_head_dim", default=128),
+        value_dim=size("linear_value_head_dim", default=128),
+        conv_width=size("linear_conv_kernel_dim", default=4),
+        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+    )
+    if found.num_value_heads % found.num_key_heads:
+        expected = f"a multiple of its linear_num_key_heads = {found.num_key_heads}"
+        raise damaged(named, "linear_num_value_heads", found.num_value_heads, expected)
+    return found
+
+
+def read_experts(config: Mapping[str, Any], traits: Family, size: Callable[..., int], named: str) -> Experts | None:
+    if traits.experts is None:
+        return None
+    # A checkpoint saved again by transformers 5 has the last name.
+    of_qwen = traits.experts != "deepseek"
+    first_name = "num_experts" if of_qwen else "n_routed_experts"
+    num_experts, top_k = size(first_name, "num_local_experts"), size("num_experts_per_tok")
+    if top_k > num_experts:
+        raise damaged(named, "num_experts_per_tok", top_k, f"at most its {num_experts} experts")
+    is_renormalized = flag(named, "norm_topk_prob", config, default=traits.experts != "qwen")
+    experts = Experts(num_experts, top_k, size("moe_intermediate_size"), is_renormalized)
+    if traits.experts == "qwen_shared":
+        return replace(experts, shared_size=size("shared_expert_intermediate_size", default=512), gates_shared=True)
+    if of_qwen:
+        return experts
+    num_dense = config.get("first_k_dense_replace", 3 if traits.has_latents else 1)
+    if type(num_dense) is not int or num_dense < 0:
+        raise damaged(named, "first_k_dense_replace", num_dense, "a number from 0")
+    default_groups = (8, 4) if traits.has_latents else (1, 1)
+    groups, top_groups = (
+        size(key, default=default) for key, default in zip(("n_group", "topk_group"), default_groups, strict=True)
+    )
+    if num_experts % groups or (groups > 1 and num_experts < 2 * groups):
+        raise damaged(named, "n_group", groups, f"groups of at least 2 of n_routed_experts = {num_experts}")
+    if not top_k * groups / num_experts <= top_groups <= groups:
+        raise damaged(named, "topk_group", top_groups, f"enough of n_group = {groups} for {top_k} experts")
+    scale = config.get("routed_scaling_factor", 2.5 if traits.has_latents else 1.0)
+    return replace(
+        experts,
+        grouping=Grouping(groups, top_groups, positive(named, "routed_scaling_factor", scale)),
+        shared_size=experts.ffn_size * size("n_shared_experts", default=1),
+        num_dense=num_dense,
+    )
+
+
+def read_rotary_share(config: Mapping[str, Any], rope: Mapping[str, Any], traits: Family) -> float:
+    if traits.rotary_share is None:
+        return 1.0
+    return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or traits.rotary_share)
