@@ -27,6 +27,8 @@ RESUME = "--run.resume=true"
 class Supervisor:
     """Watches the trainer and the instances of a run, which have been started, and starts again what dies.
 
+    It is made before the trainer begins, which waits at its gate.
+
     Args:
         urls: of the instances, in their order.
         view: shows the run's progress, and what was lost and started again.
@@ -59,6 +61,9 @@ class Supervisor:
         self._trainer = keep(trainer, None, (RESUME,))
         # A first start that finds another trainer would go on with that one's run.
         self._trainer.final_at_first = None if config.run.resume else RunDirInUse.__name__
+        # What an earlier launch has left; this trainer has asked nothing yet, since it waits at its gate.
+        remove_tasks(self._run_dir)
+        withdraw(self._run_dir)
 
     def run(self) -> None:
         """Returns when the trainer has trained to the end.
@@ -67,8 +72,6 @@ class Supervisor:
             ProcessFailed: the trainer failed in a way that no restart mends, or no instance is left.
             RestartsExhausted: it failed more often than `cluster.max_restarts` without progress.
         """
-        remove_tasks(self._run_dir)
-        withdraw(self._run_dir)
         while not self._has_ended():
             self._write_tasks()
             time.sleep(POLL_S)
