@@ -44,6 +44,9 @@ CLASS_OF = {
     "linear_attn.A_log": "delta decay scale",
     "linear_attn.norm.weight": "delta norm",
     "input_layernorm.weight": "input norm",
+    "post_attention_layernorm.weight": "post-attention norm",
+    "pre_feedforward_layernorm.weight": "pre-feed-forward norm",
+    "post_feedforward_layernorm.weight": "post-feed-forward norm",
     "self_attn.o_proj.weight": "o",
     "self_attn.o_proj.bias": "o bias",
     "linear_attn.out_proj.weight": "delta o",
@@ -61,17 +64,14 @@ CLASS_OF = {
     "mlp.up_proj.bias": "up bias",
     "mlp.down_proj.bias": "down bias",
     "mlp.gate.weight": ROUTER,
-    "post_attention_layernorm.weight": "post-attention norm",
-    "pre_feedforward_layernorm.weight": "pre-feed-forward norm",
-    "post_feedforward_layernorm.weight": "post-feed-forward norm",
     "model.embed_tokens.weight": EMBEDDING,
     "model.norm.weight": "final norm",
     "lm_head.weight": HEAD,
 }
 """Class of a tensor by the end of its Hugging Face name; classes of experts are prefixed with `EXPERT`.
 
-In the order of `SenderFacts.classes`: a constant o hides attention, so it comes after all of that; a constant
-embedding makes all positions alike, which hides attention too; a constant head hides everything.
+In the order of `SenderFacts.classes`: a constant o hides attention, and with it a norm of its output, so it comes after
+all of that; a constant embedding makes all positions alike, which hides attention too; a constant head hides everything.
 """
 
 ORDER = tuple(CLASS_OF.values())
