@@ -5,7 +5,7 @@
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -174,7 +174,7 @@ class Case:
             "DP": place.num_replicas,
             "EP": place.expert_kind,
         }
-        rest = {name: value for name, value in asdict(self).items() if name != "placement"}
+        rest = {name: value for name, value in vars(self).items() if name != "placement"}
         return axes | rest
 
     def __str__(self) -> str:
@@ -316,11 +316,12 @@ def cover_of(candidates: Sequence[Case], strength: int = 2) -> list[Case]:
     run.
     """
     shuffled = random.Random(0).sample(sorted(candidates), len(candidates))
-    left = {case: covered(case, strength) for case in shuffled}
-    missing = set().union(*left.values())
+    bits: dict[Any, int] = {}
+    left = {case: sum(bits.setdefault(each, 1 << len(bits)) for each in covered(case, strength)) for case in shuffled}
+    missing = sum(bits.values())
     chosen: list[Case] = []
     while missing:
-        best = max(left, key=lambda case: len(left[case] & missing) / case.placement.num_ranks)
+        best = max(left, key=lambda case: (left[case] & missing).bit_count() / case.placement.num_ranks)
         chosen.append(best)
-        missing -= left.pop(best)
+        missing &= ~left.pop(best)
     return chosen
