@@ -43,7 +43,7 @@ class TrainerSection(Section):
         30.0,
         ge=2.0,
         description="a training rank that is silent for so long counts as lost, and ends the others; the producer "
-        "is replaced then",
+        "is replaced then; a process that a signal stops is killed by its launcher 30 s later",
     )
 
     @property

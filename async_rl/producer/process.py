@@ -19,11 +19,9 @@ from async_rl.config.sections import Config
 from async_rl.errors import ProducerLost
 from async_rl.producer.connection import Connection
 from async_rl.producer.frames import error_from_data
+from async_rl.shared.programs.process_guard import PRODUCER_MARK
 
 log = logging.getLogger(__name__)
-
-MARK = "ASYNC_RL_PRODUCER"
-"""In the environment of a producer and of all that it starts, such as the workers of rewards and what these start."""
 
 START_TIMEOUT_S = 120.0
 """For its imports, on a busy machine with a slow file system."""
@@ -73,7 +71,7 @@ class ProducerProcess:
             [sys.executable, "-m", "async_rl.producer"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, MARK: self._mark},
+            env={**os.environ, PRODUCER_MARK: self._mark},
         )
         self._host, self._secret = host, secrets.token_hex()
         given = Given(config.model_dump_json(), self._secret, lease_name, host)
@@ -133,7 +131,7 @@ class ProducerProcess:
 def kill_marked(mark: str) -> None:
     """Kills what a producer that has ended leaves behind, also in sessions of its own (Linux): code of users that holds
     the interpreter, or has started something, does not end with it."""
-    wanted = f"{MARK}={mark}\0".encode()
+    wanted = f"{PRODUCER_MARK}={mark}\0".encode()
     for _ in range(MAX_ROUNDS):
         found = [entry for entry in Path("/proc").glob("[0-9]*") if wanted in _environment_of(entry)]
         for entry in found:

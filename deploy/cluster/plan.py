@@ -14,7 +14,7 @@ from typing import Literal
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from deploy.cluster.process import GRACE_S, torchrun_dir
+from deploy.cluster.process import GRACE_S, stopped_after_s, torchrun_dir
 
 FLEET_PORT = 8600
 """Of the trainer's fleet endpoint, where `pool.fleet_port` leaves it open: instances must know it before it listens."""
@@ -81,6 +81,7 @@ class ClusterPlan:
             *("--master-addr", master_address, "--master-port", str(self.master_port)),
             *("--shutdown-timeout", str(math.ceil(self.config.checkpoint.grace_s + GRACE_S))),
             *("--log-dir", str(torchrun_dir(self.config.run.dir))),
+            *("--stopped-after-s", str(stopped_after_s(self.config.trainer.lost_after_s))),
             *("-m", "async_rl.trainer", str(self.config_path), *self.overrides),
             *(f"--pool.fleet_host={ANY_HOST}", f"--pool.fleet_port={self.fleet_port}", "--run.resume=true"),
         ]

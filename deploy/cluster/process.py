@@ -18,6 +18,9 @@ from async_rl.shared.programs.process_guard import KILL
 GRACE_S = 10.0
 """For a process that has nothing to save before it ends."""
 
+STOPPED_MARGIN_S = 30.0
+"""Beyond `trainer.lost_after_s`: the other ranks, where there are some, notice a stopped one first."""
+
 NUM_LOG_LINES = 20
 TORCHRUN_REPORT = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic.*$", re.MULTILINE)
 
@@ -27,7 +30,7 @@ class Process:
     """One process to start: `env` is added to the launcher's own, `cores` are the CPU cores it is pinned to.
 
     `devices` lists the devices that `env` makes visible, for display. After SIGTERM, it is killed when `grace_s` has
-    passed.
+    passed. One that a signal has stopped for `stopped_after_s` is killed.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Process:
     env: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
     grace_s: float = GRACE_S
+    stopped_after_s: float | None = None
 
 
 class Running:
@@ -107,6 +111,11 @@ class Running:
         return _without_torchrun_report(text).rstrip().splitlines()[-NUM_LOG_LINES:]
 
 
+def stopped_after_s(lost_after_s: float) -> float:
+    """How long a process of a run may be stopped by a signal before it is killed; of `trainer.lost_after_s`."""
+    return lost_after_s + STOPPED_MARGIN_S
+
+
 def log_path(run_dir: Path, name: str) -> Path:
     """The log file of a process of a run."""
     return run_dir / "logs" / f"{name}.log"
@@ -150,6 +159,7 @@ def _start_guard(process: Process, log: IO[bytes], report: Path) -> subprocess.P
             cores,
             "--grace-s",
             str(process.grace_s),
+            *(() if process.stopped_after_s is None else ("--stopped-after-s", str(process.stopped_after_s))),
             "--",
             *process.argv,
         ],

@@ -15,7 +15,7 @@ from typing import Literal
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from deploy.cluster.process import GRACE_S, Process, log_path, torchrun_dir
+from deploy.cluster.process import GRACE_S, Process, log_path, stopped_after_s, torchrun_dir
 from deploy.local.machine import HOST, VISIBLE, Machine
 from deploy.local.machine_shares import Share, share_out
 
@@ -169,12 +169,13 @@ def _trainer(
     share: Share,
     program: Sequence[str],
 ) -> Process:
+    limit_s = stopped_after_s(config.trainer.lost_after_s)
     argv = [
         *(sys.executable, "-m", "async_rl.torchrun"),
         # torchrun chooses the port of its rendezvous itself, so no other process can take it in between.
         *("--standalone", "--local-addr", HOST, "--nproc-per-node", str(config.trainer.num_local_ranks)),
         *("--shutdown-timeout", str(math.ceil(config.checkpoint.grace_s + GRACE_S))),
-        *("--log-dir", str(torchrun_dir(config.run.dir))),
+        *("--log-dir", str(torchrun_dir(config.run.dir)), "--stopped-after-s", str(limit_s)),
         *("-m", *program, str(config_path), *overrides),
         *("--pool.instances", json.dumps(list(urls))),
     ]
@@ -195,4 +196,5 @@ def _process(
     }
     if share.devices:
         env[VISIBLE[config.trainer.device]] = ",".join(dict.fromkeys(share.devices + share.seen))
-    return Process(name, role, tuple(argv), log_path(config.run.dir, name), share.cores, env, share.devices)
+    log, limit_s = log_path(config.run.dir, name), stopped_after_s(config.trainer.lost_after_s)
+    return Process(name, role, tuple(argv), log, share.cores, env, share.devices, stopped_after_s=limit_s)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deploy.cluster.plan import ClusterPlan, Resources
-from deploy.cluster.process import Process, log_path
+from deploy.cluster.process import Process, log_path, stopped_after_s
 from deploy.ray.groups import GroupSpec, Node
 
 RESOURCE_OF = {"cuda": "GPU", "npu": "NPU"}
@@ -49,6 +49,7 @@ def training_group(plan: ClusterPlan) -> GroupSpec:
                 log_path(run_dir(plan), name),
                 env=plan.training_env,
                 grace_s=plan.training_grace_s,
+                stopped_after_s=_stopped_after_s(plan),
             )
             for rank, name in enumerate(names)
         ]
@@ -62,7 +63,8 @@ def instance_group(plan: ClusterPlan, name: str) -> GroupSpec:
     def processes(nodes: Sequence[Node]) -> list[Process]:
         argv = tuple(plan.instance_argv(name=name, port=nodes[0].ports[0], register=str(run_dir(plan))))
         log = log_path(run_dir(plan), name)
-        return [Process(name, "instance", argv, log, env=plan.instance_env, grace_s=plan.instance_grace_s)]
+        env, grace_s, limit_s = plan.instance_env, plan.instance_grace_s, _stopped_after_s(plan)
+        return [Process(name, "instance", argv, log, env=env, grace_s=grace_s, stopped_after_s=limit_s)]
 
     return GroupSpec(name, (name,), plan.instance, plan.instance_grace_s, processes)
 
@@ -92,6 +94,10 @@ def describe(plan: ClusterPlan) -> str:
     lines.append("rank 0, in trainer-0, starts the producer beside it, which opens the fleet endpoint at its host")
     lines.append("Ray chooses hosts, hence each ADDRESS and the ports that are 0 here")
     return "\n".join(lines)
+
+
+def _stopped_after_s(plan: ClusterPlan) -> float:
+    return stopped_after_s(plan.config.trainer.lost_after_s)
 
 
 def _quoted(word: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from async_rl.errors import ConfigError
 from deploy.cluster.plan import ClusterPlan, Resources
-from deploy.cluster.process import log_path
+from deploy.cluster.process import log_path, stopped_after_s
 from deploy.slurm.files import NODE, folder_of, token_file
 
 TRAINER = "trainer"
@@ -149,6 +149,7 @@ def _kept(
         "--role": role,
         "--run-dir": _run_dir(plan),
         "--grace-s": grace_s,
+        "--stopped-after-s": stopped_after_s(plan.config.trainer.lost_after_s),
         "--max-restarts": cluster.max_restarts,
         **(more or {}),
     }

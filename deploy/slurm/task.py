@@ -326,6 +326,7 @@ def make_parser() -> Parser:
     parser.add_argument("--role", choices=[TRAINER, "instance"], required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--grace-s", type=float, required=True, help="from the request to end until it is killed")
+    parser.add_argument("--stopped-after-s", type=float, help="a process stopped by a signal for so long is killed")
     parser.add_argument("--max-restarts", type=int, required=True)
     parser.add_argument("--training-job", help="of an instance: it ends when this job is no longer in the queue")
     return parser
@@ -336,7 +337,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     run_dir = options.run_dir
     log = log_path(run_dir, options.name)
-    process = Process(options.name, options.role, parser.rest, log, grace_s=options.grace_s)
+    grace_s, limit_s = options.grace_s, options.stopped_after_s
+    process = Process(options.name, options.role, parser.rest, log, grace_s=grace_s, stopped_after_s=limit_s)
     restarts = Restarts(options.max_restarts)
     training = TrainingJob(options.training_job) if options.training_job else None
     token = os.environ.get("ASYNC_RL_TOKEN")

@@ -14,8 +14,9 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, Fenced, ProducerLost, RunStopped
 from async_rl.producer import process as process_module
-from async_rl.producer.process import MARK, ProducerProcess, kill_marked
+from async_rl.producer.process import ProducerProcess, kill_marked
 from async_rl.shared.locks.lease import take_lease
+from async_rl.shared.programs.process_guard import PRODUCER_MARK
 from tests.support import ROOT
 from tests.support.minimal_config import minimal_tree
 
@@ -62,7 +63,7 @@ def test_what_users_code_has_started_is_killed_with_the_producer_that_started_it
         "import subprocess; print(subprocess.Popen(['sleep', '987'], start_new_session=True, stdout=2).pid, flush=True)"
     )
     started = [
-        int(subprocess.run([sys.executable, "-c", code], env={**os.environ, MARK: mark}, stdout=subprocess.PIPE).stdout)
+        int(subprocess.check_output([sys.executable, "-c", code], env={**os.environ, PRODUCER_MARK: mark}))
         for mark in ("one", "another")
     ]
     kill_marked("one")

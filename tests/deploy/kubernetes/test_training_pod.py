@@ -83,6 +83,8 @@ def start(tmp_path: Path, instance: Instance) -> Callable[..., Process]:
             "--standalone",
             "--nproc-per-node",
             "1",
+            "--stopped-after-s",
+            "1",
             str(program),
         ]
         options: dict[str, object] = {
@@ -158,6 +160,14 @@ def test_status_shows_the_pods_and_why_they_were_lost(start: Start, tmp_path: Pa
     first, second = read_status(run_dir, None).tasks
     assert (first.state, first.restarts, first.cause) == ("done", 1, "PublishError: why")
     assert (second.state, second.restarts, second.id) == ("done", 1, "run-trainer-0-1-1")
+
+
+def test_a_sole_rank_that_is_stopped_is_killed_and_named(start: Start, tmp_path: Path) -> None:
+    code, said = end(start("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"))
+    assert code == MAY_PASS and "torchrun: RankLost: process " in said, said
+    [task, _] = read_status(tmp_path / "run", None).tasks
+    assert task.state == "waiting" and task.cause is not None and task.cause.startswith("RankLost: process ")
+    assert "rank-0.py) was stopped by a signal for more than 1 s, and is killed" in task.cause
 
 
 def test_pods_that_are_lost_again_and_again_without_progress_are_given_up(start: Start, tmp_path: Path) -> None:

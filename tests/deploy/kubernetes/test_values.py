@@ -37,6 +37,7 @@ def test_the_pods_find_rank_0_and_the_fleet_under_the_first_training_pods_name(v
     assert torchrun[:3] == ["/opt/python", "-m", "async_rl.torchrun"]
     assert option(training, "--master-addr") == "math-trainer-0-0.math"
     assert option(training, "--node-rank") == "$(JOB_COMPLETION_INDEX)"
+    assert option(torchrun, "--stopped-after-s") == "60.0", "of its ranks; instances have a livenessProbe"
     assert option(training, "--nnodes") == "2" == str(values["training"]["nodes"])
     assert "/etc/async-rl/run.toml" in training and "--cluster.training_nodes=2" in training
     assert option(instance, "--register") == "http://math-trainer-0-0.math:8600"

@@ -77,10 +77,18 @@ def test_the_trainer_runs_under_torchrun_with_overrides_and_the_instances() -> N
     assert argv[1:3] == ("-m", "async_rl.torchrun")
     assert {process.env["PYTHONSAFEPATH"] for process in (*made.instances, made.trainer)} == {"1"}
     assert "--standalone" in argv and option(argv, "--nproc-per-node") == "2"
+    assert argv.index("--stopped-after-s") < argv.index("-m", 2), "it is torchrun's option"
     assert argv[-7:] == (
         *("-m", "async_rl.trainer", "c.toml", "--train.iterations", "5", "--pool.instances"),
         '["http://127.0.0.1:8001", "http://127.0.0.1:8002"]',
     )
+
+
+def test_every_process_that_is_stopped_is_noticed_after_the_peers_of_a_rank_would_notice_it() -> None:
+    config = make_config(trainer={"lost_after_s": 12.0})
+    made = plan(Path("c.toml"), config, [], machine=Machine(), ports=[8001, 8002])
+    assert {process.stopped_after_s for process in (*made.instances, made.trainer)} == {42.0}
+    assert option(made.trainer.argv, "--stopped-after-s") == "42.0"
 
 
 def test_on_two_cores_every_process_has_one_thread_and_a_log_of_its_own() -> None:

@@ -34,6 +34,14 @@ def test_training_tasks_meet_at_the_first_host_at_ports_that_are_free_there() ->
         assert option(process.argv, "--run.resume") == "true" and "--train.iterations=5" in process.argv
 
 
+def test_every_task_and_rank_that_is_stopped_is_noticed() -> None:
+    this_plan = plan(trainer={"lost_after_s": 12.0})
+    (trainer,) = training_group(this_plan).processes(NODES[:1])
+    (instance,) = instance_group(this_plan, "instance-0").processes(NODES[1:])
+    assert (trainer.stopped_after_s, instance.stopped_after_s) == (42.0, 42.0)
+    assert option(trainer.argv, "--stopped-after-s") == "42.0"
+
+
 def test_a_fleet_port_of_the_config_is_kept() -> None:
     (process,) = training_group(plan(pool={"fleet_port": 8700})).processes(NODES[:1])
     assert option(process.argv, "--pool.fleet_port") == "8700"

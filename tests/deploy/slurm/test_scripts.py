@@ -46,6 +46,12 @@ def test_each_node_starts_torchrun_with_its_own_rank(tmp_path: Path) -> None:
     assert "--run.seed=3" in script and "--run.resume=true" in script
 
 
+def test_every_task_and_rank_that_is_stopped_is_noticed(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, trainer={"num_processes": 8, "device": "cuda", "lost_after_s": 12.0})
+    for script in (training_script(plan), node_script(plan), instances_script(plan)):
+        assert script.count(" --stopped-after-s 42.0 ") == 1
+
+
 def test_instances_are_an_array_whose_tasks_register_by_the_runs_directory(tmp_path: Path) -> None:
     script = instances_script(
         make_plan(tmp_path, cluster={"max_instances": 6, "slurm_options": {"instances": ["--nice=5"]}})
