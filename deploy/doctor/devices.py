@@ -12,6 +12,7 @@ from async_rl.shared.programs.cuda_driver import OTHER_BUILD, is_too_old, needed
 from deploy.doctor.finding import Finding
 from deploy.doctor.versions import installed
 from deploy.local.machine import VISIBLE, Run, find_devices, output_of
+from deploy.local.machine_shares import num_devices, remedy_for_too_few
 
 GPU_QUERY = ["nvidia-smi", "--query-gpu=index,name,driver_version,memory.total,memory.used", "--format=csv,noheader"]
 
@@ -72,16 +73,15 @@ def _torch_build(has_gpu: bool) -> Iterator[Finding]:
 
 
 def _enough(config: Config, environment: Mapping[str, str], run: Run, dev: Path) -> Finding:
-    kind, inference = config.trainer.device, config.inference
-    instances = 0 if config.pool.instances or config.pool.dns else inference.num_instances * inference.tensor_parallel
+    kind = config.trainer.device
     # On a cluster the launcher gives instances hosts of their own.
-    needed = config.trainer.num_local_ranks + (0 if config.cluster.training_nodes > 1 else instances)
+    is_alone = config.pool.instances or config.pool.dns or config.cluster.training_nodes > 1
+    needed = config.trainer.num_local_ranks if is_alone else num_devices(config)
     try:
-        found = len(find_devices(kind, environment, run, dev))
+        devices = find_devices(kind, environment, run, dev)
     except ConfigError as error:
         return Finding("devices", "fault", str(error))
-    text = f"{found} {kind} devices usable, {needed} needed here"
-    if found >= needed:
+    text = f"{len(devices)} {kind} devices usable, {needed} needed here"
+    if len(devices) >= needed:
         return Finding("devices", "ok", text)
-    tool = "nvidia-smi" if kind == "cuda" else "npu-smi info"
-    return Finding("devices", "fault", text, f"check `{tool}` and {VISIBLE[kind]}, or set trainer.device = 'cpu'")
+    return Finding("devices", "fault", text, remedy_for_too_few(config, devices, with_trainer=not is_alone))

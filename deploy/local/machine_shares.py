@@ -113,7 +113,7 @@ def _share_devices(
     shared = with_trainer and config.run.placement != "separate"
     # Instances that share the devices of the ranks begin again at the first one.
     pools = [claims[:-1], claims[-1:]] if shared else [claims]
-    needed = max(sum(claim.workers for claim in pool) for pool in pools)
+    needed = num_devices(config, with_trainer=with_trainer)
     if needed > len(machine.devices):
         raise _too_few(config, machine, needed, with_trainer)
     start = 0
@@ -125,25 +125,44 @@ def _share_devices(
     return [given[i] for i in range(len(claims))]
 
 
+def num_devices(config: Config, *, with_trainer: bool = True) -> int:
+    """How many devices a run needs whose processes are all on this machine."""
+    pools = _pools(config, with_trainer)
+    return sum(pools) if config.run.placement == "separate" else max(pools)
+
+
+def _pools(config: Config, with_trainer: bool) -> tuple[int, int]:
+    """The devices of all training ranks, and those of all instances."""
+    instances = config.inference.num_instances * config.inference.tensor_parallel
+    return config.trainer.num_local_ranks if with_trainer else 0, instances
+
+
+def remedy_for_too_few(config: Config, devices: Sequence[str], *, with_trainer: bool = True) -> str:
+    """What to do where only these devices can be used, and a run needs more."""
+    kind = config.trainer.device
+    if not devices:
+        tool = "nvidia-smi" if kind == "cuda" else "npu-smi info"
+        return f"check `{tool}` and {VISIBLE[kind]}, or set trainer.device to 'cpu'"
+    remedy = (
+        f"let {VISIBLE[kind]} name more, ask for fewer, or start the instances on another host and name them in "
+        "pool.instances (torchrun -m async_rl.trainer)"
+    )
+    has_room = max(_pools(config, with_trainer)) <= len(devices)
+    if has_room and with_trainer and config.run.placement == "separate":
+        return (
+            f"set run.placement to 'shared' or 'turns', for both pools on one device (docs/placement.md), or {remedy}"
+        )
+    return remedy
+
+
 def _too_few(config: Config, machine: Machine, needed: int, with_trainer: bool) -> ConfigError:
     kind, inference, trainer = config.trainer.device, config.inference, config.trainer
     sign = " for each pool, " if config.run.placement != "separate" else " + "
     ranks = f"trainer.num_processes = {trainer.num_local_ranks}{sign}" if with_trainer else ""
     have = f"{len(machine.devices)} ({', '.join(machine.devices)})" if machine.devices else "none"
-    remedy = (
-        f"let {VISIBLE[kind]} name more, ask for fewer, or start the instances on another host and name them in "
-        "pool.instances (torchrun -m async_rl.trainer)"
-    )
-    if not machine.devices:
-        tool = "nvidia-smi" if kind == "cuda" else "npu-smi info"
-        remedy = f"check `{tool}` and {VISIBLE[kind]}, or set trainer.device to 'cpu'"
-    elif len(machine.devices) == 1 and with_trainer:
-        remedy = (
-            f"set run.placement to 'shared' or 'turns', for both pools on one device (docs/placement.md), or {remedy}"
-        )
     instances = f"inference.num_instances = {inference.num_instances} x "
     instances += f"inference.tensor_parallel = {inference.tensor_parallel}"
     return ConfigError(
         f"trainer.device is {kind!r}, and this run needs {needed} devices: {ranks}{instances}; there are {have}: "
-        f"{remedy}"
+        + remedy_for_too_few(config, machine.devices, with_trainer=with_trainer)
     )

@@ -192,10 +192,37 @@ def test_devices_are_listed_and_missing_ones_a_fault(tmp_path: Path) -> None:
     found = by_name(find_device_facts(config, {"CUDA_VISIBLE_DEVICES": "0"}, run, tmp_path))
     assert "550.1" in found["gpu 0"].found
     assert found["devices"].state == "fault" and "1 cuda devices usable, 2 needed here" in found["devices"].found
+    assert "set run.placement to 'shared' or 'turns'" in (found["devices"].remedy or "")
     twice = by_name(find_device_facts(config, {"CUDA_VISIBLE_DEVICES": "0,0"}, run, tmp_path))
     assert twice["devices"].state == "fault"
     on_cpu = by_name(find_device_facts(None, {}, lambda _: "", tmp_path))
     assert on_cpu["devices"].state == "note"
+
+
+@pytest.mark.parametrize(
+    ("placement", "ranks", "instances", "present", "needed", "remedy"),
+    [
+        ("turns", 1, 1, 1, 1, ""),
+        ("shared", 2, 1, 2, 2, ""),
+        ("turns", 1, 2, 1, 2, "let CUDA_VISIBLE_DEVICES name more"),
+        ("separate", 2, 1, 2, 3, "set run.placement to 'shared' or 'turns', for both pools on one device"),
+        ("separate", 2, 1, 1, 3, "let CUDA_VISIBLE_DEVICES name more"),
+    ],
+)
+def test_pools_on_the_same_devices_need_those_of_the_larger_one(
+    placement: str, ranks: int, instances: int, present: int, needed: int, remedy: str, tmp_path: Path
+) -> None:
+    config = config_with(
+        trainer={"device": "cuda", "num_processes": ranks},
+        inference={"num_instances": instances},
+        run={"dir": str(tmp_path), "placement": placement},
+        publish={"transport": "snapshot", "snapshot_dir": str(tmp_path)},
+    )
+    listed = "".join(f"GPU {i}: X\n" for i in range(present))
+    found = by_name(find_device_facts(config, {}, lambda command: listed * ("--list-gpus" in command), tmp_path))
+    devices = found["devices"]
+    assert devices.found == f"{present} cuda devices usable, {needed} needed here"
+    assert devices.state == ("fault" if remedy else "ok") and (devices.remedy or "").startswith(remedy)
 
 
 @pytest.mark.parametrize(("driver", "cuda", "is_named"), DRIVERS)
