@@ -59,6 +59,8 @@ class Batching:
             size.max_tokens,
             kernels.width,
             self._step.routes.width,
+            size.delta,
+            size.state_tokens,
         )
         self._schedule = Schedule(self._store, size.max_concurrency, size.prefill_tokens, kernels.is_exact)
         self._live: set[Sequence] = set()

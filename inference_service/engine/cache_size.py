@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Final
 
@@ -10,6 +11,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from async_rl.errors import ConfigError
+from async_rl.shared.model_parts import DeltaNet
+from inference_service.engine.delta_net import delta_net_of
 from inference_service.engine.kernels import Width
 from inference_service.engine.kv_store import MIN_CAPACITY
 
@@ -18,6 +21,9 @@ PREFILL_TOKENS: Final = 512
 
 CAPACITY_FACTOR: Final = 2
 """A segment has up to this many times the capacity of its tokens."""
+
+STATES_PER_RESPONSE: Final = 3
+"""Of gated delta nets: its own and its prompt's, and what stays free when no sequence is started."""
 
 MEMORY_SHARE: Final = 0.4
 """Share of the memory that is free after loading that the store may take."""
@@ -28,7 +34,8 @@ MEMINFO: Final = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class CacheSize:
-    """`max_tokens` counts the capacity of segments, which have up to `CAPACITY_FACTOR` times their tokens."""
+    """`max_tokens` counts the capacity of segments, which have up to `CAPACITY_FACTOR` times their tokens; of a model
+    with gated delta nets each has a state, too, which counts as `state_tokens`."""
 
     max_concurrency: int
     prefill_tokens: int
@@ -37,6 +44,8 @@ class CacheSize:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    delta: DeltaNet | None = None
+    state_tokens: int = 0
 
 
 def plan_cache(
@@ -65,12 +74,17 @@ def plan_cache(
         head_dim = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
     # The CPU's attention computes in float32.
     dtype = torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
-    bytes_per_token = 2 * num_kv_heads * head_dim * config.num_hidden_layers * dtype.itemsize
+    delta = delta_net_of(config)
+    num_with_keys = config.num_hidden_layers - (0 if delta is None else len(delta.layers))
+    bytes_per_token = 2 * num_kv_heads * head_dim * num_with_keys * dtype.itemsize
     # The experts of each layer, in two bytes each.
     bytes_per_token += 2 * config.num_hidden_layers * (getattr(config, "num_experts_per_tok", None) or 0)
+    # Without attention or experts nothing is kept of a token.
+    bytes_per_token = max(1, bytes_per_token)
+    state_tokens = 0 if delta is None else ceil(_state_bytes(delta, dtype) / bytes_per_token)
     # Prompt and response, and the response's next place while it moves.
     max_width = width(max_model_len)
-    needed = max(CAPACITY_FACTOR * 2 * max_width, 2 * MIN_CAPACITY)
+    needed = max(CAPACITY_FACTOR * 2 * max_width, 2 * MIN_CAPACITY) + 2 * state_tokens
     free = free_memory_bytes(device) if reserved_bytes is None else total_memory_bytes(device) - reserved_bytes
     affordable = int(MEMORY_SHARE * free / bytes_per_token)
     if affordable < needed:
@@ -80,11 +94,26 @@ def plan_cache(
             "lower --max-model-len"
         )
     # A prompt and a response have the least capacity each, however short they are.
-    per_response = CAPACITY_FACTOR * max_width + 2 * MIN_CAPACITY
+    per_response = CAPACITY_FACTOR * max_width + 2 * MIN_CAPACITY + STATES_PER_RESPONSE * state_tokens
     max_tokens = min(max(max_concurrency * per_response, needed), affordable)
     return CacheSize(
-        max_concurrency, PREFILL_TOKENS, max_tokens, config.num_hidden_layers, num_kv_heads, head_dim, dtype
+        max_concurrency,
+        PREFILL_TOKENS,
+        max_tokens,
+        config.num_hidden_layers,
+        num_kv_heads,
+        head_dim,
+        dtype,
+        delta,
+        state_tokens,
     )
+
+
+def _state_bytes(delta: DeltaNet, dtype: torch.dtype) -> int:
+    """Of the states, float32, and of the last rows in all layers."""
+    state = delta.num_value_heads * delta.key_dim * delta.value_dim * torch.float32.itemsize
+    rows = (delta.conv_width - 1) * delta.num_key_heads * delta.mixed_size * dtype.itemsize
+    return len(delta.layers) * (state + rows)
 
 
 def total_memory_bytes(device: torch.device) -> float:

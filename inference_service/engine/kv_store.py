@@ -4,9 +4,12 @@ A segment is a run of tokens whose keys and values lie together: a prompt that r
 response. A shelf holds the segments of one capacity (powers of two) one after the other, without gaps and those in use
 first: segments change their slots for that, and one that outgrows its shelf moves to the next.
 
-Of a model with experts also those that each token was sent to.
+Of a model with experts also those that each token was sent to. Of one with gated delta nets each segment also has a
+state: that of these layers after the last of its tokens, and their last inputs. These lie on a shelf of their own,
+where a state takes as much room as some tokens do; they stay where they are while their segment outgrows its shelf.
 
-Shapes: N slots, K key-value heads, C capacity, D head size, W layers times chosen experts.
+Shapes: N slots, K key-value heads, C capacity, D head size, W layers times chosen experts; of gated delta nets H key
+heads, R value heads of each, B dimensions of a key, V of a value, X channels of the convolution, T its width.
 """
 
 from collections.abc import Callable
@@ -16,8 +19,12 @@ from typing import Final
 
 import torch
 
+from async_rl.shared.model_parts import DeltaNet
+
 MIN_CAPACITY: Final = 64
 GROWTH: Final = 1.5
+STATES: Final = "states"
+"""Their shelf's key."""
 
 
 class NoRoom(Exception):
@@ -30,6 +37,8 @@ class Place:
 
     shelf: "Shelf"
     slot: int
+    state: "Place | None" = None
+    """Where its state lies; None for a model without any."""
 
     @property
     def is_in_use(self) -> bool:
@@ -38,27 +47,43 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Shelf:
-    """The segments of one capacity; `keys` and `values` are [N, K, C, D] per layer, and the first slots are taken.
+    """The segments of one capacity, of which the first slots are taken, or their states.
 
-    `routes` is [N, 1, C, W], int16, or nothing for a dense model.
+    `tensors` are, each of all layers, keys and values, [N, K, C, D], where a layer with a gated delta net has no heads,
+    and routes, [N, 1, C, W], int16, or nothing for a dense model; of states these, [N, H * R, B, V], float32, and the
+    last rows, [N, 1, T - 1, X].
     """
 
     capacity: int
+    """Of states: as many tokens as take the room of one."""
     is_shared: bool
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    routes: list[torch.Tensor]
+    tensors: tuple[list[torch.Tensor], ...]
     places: list[Place] = field(default_factory=list)
     num_in_use: int = 0
 
     @property
-    def num_slots(self) -> int:
-        return self.keys[0].shape[0]
+    def keys(self) -> list[torch.Tensor]:
+        return self.tensors[0]
 
     @property
-    def tensors(self) -> tuple[list[torch.Tensor], ...]:
-        """All that it has of its tokens; the third dimension of each is that of the tokens."""
-        return self.keys, self.values, self.routes
+    def values(self) -> list[torch.Tensor]:
+        return self.tensors[1]
+
+    @property
+    def routes(self) -> list[torch.Tensor]:
+        return self.tensors[2]
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        return self.tensors[0]
+
+    @property
+    def last_rows(self) -> list[torch.Tensor]:
+        return self.tensors[1]
+
+    @property
+    def num_slots(self) -> int:
+        return self.tensors[0][0].shape[0]
 
     def resize(self, num_slots: int) -> None:
         for tensors in self.tensors:
@@ -70,7 +95,7 @@ class Shelf:
     def copy(self, slot: int, target: "Shelf", target_slot: int) -> None:
         for mine, other in zip(self.tensors, target.tensors, strict=True):
             for old, new in zip(mine, other, strict=True):
-                new[target_slot, :, : self.capacity] = old[slot]
+                new[target_slot, :, : old.shape[2]] = old[slot]
 
     def swap(self, place: Place, slot: int) -> None:
         """Exchanges what lies at a place with what lies in a slot."""
@@ -96,31 +121,53 @@ class KVStore:
         max_tokens: int,
         width: Callable[[int], int] = int,
         num_routes: int = 0,
+        delta: DeltaNet | None = None,
+        state_tokens: int = 0,
     ) -> None:
-        """`width`: the number of keys that attention over some number of them reads. `num_routes`: W."""
+        """`width`: the number of keys that attention over some number of them reads. `num_routes`: W. `delta`: which
+        layers have gated delta nets, and their sizes; a state counts as `state_tokens` tokens."""
         self._width = width
-        self._num_layers = num_layers
         self._num_routes = num_routes
         self.max_tokens = max_tokens
         self.generation = 0
         """Changes whenever a segment gets another place, or is freed."""
-        self._shape = (num_kv_heads, head_dim)
+        without = () if delta is None else delta.layers
+        self._heads = [0 if layer in without else num_kv_heads for layer in range(num_layers)]
+        self._head_dim = head_dim
         self._dtype = dtype
         self._device = device
-        self._shelves: dict[tuple[bool, int], Shelf] = {}
+        self._shelves: dict[tuple[bool, int] | str, Shelf] = {}
+        self._delta = delta
+        self._state_tokens = state_tokens
+
+    @property
+    def has_states(self) -> bool:
+        return self._delta is not None
 
     @property
     def num_tokens(self) -> int:
-        """Capacity of the segments in the store; any thread may ask."""
+        """Capacity of the segments in the store, with what their states count; any thread may ask."""
         return sum(shelf.capacity * len(shelf.places) for shelf in list(self._shelves.values()))
 
     def new(self, num_tokens: int, is_shared: bool) -> Place:
-        """A place for a segment of up to `num_tokens` tokens, not in use yet; prompts have shelves of their own.
+        """A place for a segment of up to `num_tokens` tokens, not in use yet; prompts have shelves of their own. Its
+        state is one of no tokens: zeros.
 
         Raises:
             NoRoom: the store is full.
         """
-        shelf = self._shelf(num_tokens, is_shared)
+        place = self._put(self._shelf(num_tokens, is_shared))
+        if self._delta is not None:
+            try:
+                place.state = state = self._put(self._state_shelf(self._delta))
+            except NoRoom:
+                self.free(place)
+                raise
+            for tensor in chain(*state.shelf.tensors):
+                tensor[state.slot] = 0
+        return place
+
+    def _put(self, shelf: Shelf) -> Place:
         if len(shelf.places) == shelf.num_slots:
             self._grow(shelf)
         place = Place(shelf, len(shelf.places))
@@ -148,16 +195,17 @@ class KVStore:
         """
         if self._width(num_tokens) <= place.shelf.capacity:
             return
-        larger, is_in_use = self.new(num_tokens, place.shelf.is_shared), place.is_in_use
+        larger, is_in_use = self._put(self._shelf(num_tokens, place.shelf.is_shared)), place.is_in_use
         place.shelf.copy(place.slot, larger.shelf, larger.slot)
-        self.free(place)
+        self._take_out(place)
         place.shelf, place.slot = larger.shelf, larger.slot
         place.shelf.places[place.slot] = place
         if is_in_use:
             self.use(place)
 
     def append(self, place: Place, num_tokens: int, source: Place, rows: range) -> None:
-        """Copies tokens of another place after the first `num_tokens` of this one.
+        """Copies tokens of another place, its last ones, after the first `num_tokens` of this one, which then has the
+        other one's state, and that one this one's.
 
         Raises:
             NoRoom: the store is full; the place is unchanged.
@@ -166,8 +214,14 @@ class KVStore:
         for mine, others in zip(place.shelf.tensors, source.shelf.tensors, strict=True):
             for new, old in zip(mine, others, strict=True):
                 new[place.slot, :, num_tokens : num_tokens + len(rows)] = old[source.slot, :, rows.start : rows.stop]
+        place.state, source.state = source.state, place.state
 
     def free(self, place: Place) -> None:
+        self._take_out(place)
+        if place.state is not None:
+            self._take_out(place.state)
+
+    def _take_out(self, place: Place) -> None:
         if place.is_in_use:
             self.put_aside(place)
         shelf = place.shelf
@@ -189,18 +243,25 @@ class KVStore:
     def _shelf(self, num_tokens: int, is_shared: bool) -> Shelf:
         capacity = max(MIN_CAPACITY, 1 << (self._width(num_tokens) - 1).bit_length())
         if (is_shared, capacity) not in self._shelves:
-            num_kv_heads, head_dim = self._shape
             keys, values = (
-                [
-                    torch.empty((0, num_kv_heads, capacity, head_dim), dtype=self._dtype, device=self._device)
-                    for _ in range(self._num_layers)
-                ]
-                for _ in range(2)
+                [self._empty(self._dtype, heads, capacity, self._head_dim) for heads in self._heads] for _ in range(2)
             )
-            routes = [torch.empty((0, 1, capacity, self._num_routes), dtype=torch.int16, device=self._device)]
-            routes = routes if self._num_routes else []
-            self._shelves[is_shared, capacity] = Shelf(capacity, is_shared, keys, values, routes)
+            routes = [self._empty(torch.int16, 1, capacity, self._num_routes)] if self._num_routes else []
+            self._shelves[is_shared, capacity] = Shelf(capacity, is_shared, (keys, values, routes))
         return self._shelves[is_shared, capacity]
+
+    def _state_shelf(self, delta: DeltaNet) -> Shelf:
+        if STATES not in self._shelves:
+            channels = delta.num_key_heads * delta.mixed_size
+            num = len(delta.layers)
+            states = [self._empty(torch.float32, delta.num_value_heads, delta.key_dim, delta.value_dim)] * num
+            last_rows = [self._empty(self._dtype, 1, delta.conv_width - 1, channels)] * num
+            self._shelves[STATES] = Shelf(self._state_tokens, False, (states, last_rows))
+        return self._shelves[STATES]
+
+    def _empty(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """Of no slots."""
+        return torch.empty((0, *shape), dtype=dtype, device=self._device)
 
     def _grow(self, shelf: Shelf) -> None:
         if self._slots_left(shelf) < 1:

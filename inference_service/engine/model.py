@@ -21,7 +21,8 @@ from async_rl.errors import ConfigError
 from async_rl.shared.cpu.lean_imports import without_compiler
 from async_rl.shared.cpu.memory import keep_freed_memory
 from async_rl.shared.end_tokens import EndTokens
-from async_rl.shared.layer_windows import FULL, SLIDING
+from async_rl.shared.layer_windows import FULL, LINEAR, SLIDING
+from inference_service.engine.delta_net import has_delta_nets
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +77,11 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype, *, asleep: b
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the model {path!r}: {_first_line(error)}") from error
-    if others := set(getattr(model.config, "layer_types", None) or ()) - {FULL, SLIDING}:
+    held = {FULL, SLIDING, *([LINEAR] if has_delta_nets(model.config) else [])}
+    if others := set(getattr(model.config, "layer_types", None) or ()) - held:
         raise ConfigError(
-            f"the model {path!r} has layers of {sorted(others)}: the transformers engine serves {FULL} and {SLIDING} "
-            "only; serve it with vLLM"
+            f"the model {path!r} has layers of {sorted(others)}: the transformers engine serves "
+            f"{' and '.join(sorted(held))} of a {model.config.model_type!r} only; serve it with vLLM"
         )
     if device.type == "cpu":
         keep_freed_memory()

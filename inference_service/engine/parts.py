@@ -1,20 +1,22 @@
-"""What attention reads in a step: the shelves of the store, and which query belongs to which slot.
+"""What the layers of a model read in a step: the shelves of the store, and which row belongs to which slot.
 
-Shapes: R responses that decode, N slots in use of a shelf, L keys.
+Shapes: R responses that decode, N slots in use of a shelf, L keys; of gated delta nets T rows, S sequences of them, E
+places of rows with the W - 1 rows before each sequence, which its convolution over W rows reads.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Final, NamedTuple
 
 import torch
 
+from async_rl.shared.delta_rule import Chunks, rows_of_chunk
 from inference_service.engine.kernels import Kernels, Width, length_bias
 from inference_service.engine.kv_store import Place, Shelf
-from inference_service.engine.schedule import Run
+from inference_service.engine.schedule import Fed, Run
 from inference_service.engine.segments import Link
 
 CALL_ROWS: Final = 32
@@ -72,9 +74,39 @@ class Span:
     """The position of the place's first token."""
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaPart:
+    """Where the rows of a step go in layers with a gated delta net.
+
+    Its sequences are the responses that decode, a row each, and then the spans, the longest first, whose rows lie in
+    chunks. All index tensors are int64.
+
+    Attributes:
+        shelf: of states.
+        begins_S, ends_S: slots of the states that a sequence begins with, and of those after it.
+        num_wide: E.
+        wide_T: the place of each row among E.
+        before, last: places among E, W - 1 of each sequence: of the rows before it, and of its last rows with these.
+        chunk_rows, counts, num_places: of the chunks of spans, as `Chunks` has them.
+        places: of the rows of spans.
+    """
+
+    shelf: Shelf
+    begins_S: torch.Tensor
+    ends_S: torch.Tensor
+    num_wide: int
+    wide_T: torch.Tensor
+    before: torch.Tensor
+    last: torch.Tensor
+    chunk_rows: int
+    counts: tuple[int, ...]
+    num_places: int
+    places: torch.Tensor
+
+
 @dataclass(slots=True, eq=False)
 class StepParts:
-    """Everything that attention needs to know of a step."""
+    """Everything that the layers need to know of a step."""
 
     kernels: Kernels
     num_responses: int
@@ -87,6 +119,8 @@ class StepParts:
     """Tokens of the longest context of any query."""
     num_padding: int = 0
     """Rows after all others that nothing reads."""
+    delta: DeltaPart | None = None
+    """None for a model without gated delta nets."""
 
 
 def own_parts(decoding: Listing[Run], device: torch.device, key_width: Width = int) -> list[OwnPart]:
@@ -209,3 +243,46 @@ def _shared_part(
         torch.tensor([place_of_response[query] for query in responses], device=device),
         torch.tensor(starts, device=device),
     )
+
+
+def delta_part(decoding: Listing[Run], fed: Listing[Fed], width: int, device: torch.device) -> DeltaPart:
+    """For a convolution over `width` rows; the rows of a step are those of `decoding`, then those of `fed`."""
+    num, reach = len(decoding), width - 1
+    lens = [1] * num + [len(each.token_ids) for each in fed]
+    chunk_rows = rows_of_chunk(max(lens[num:], default=1))
+    chunks = Chunks.of(lens[num:], chunk_rows)
+    order = [*range(num), *(num + i for i in chunks.order)]
+    sequences = [*decoding, *(each.what for each in fed)]
+    begins, ends = (
+        [_state_of(place) for place in places]
+        for places in zip(*((sequences[i].begins_at, sequences[i].place) for i in order), strict=True)
+    )
+    firsts = [start + (i + 1) * reach for i, start in enumerate(accumulate(lens, initial=0))]
+    indices = (
+        [state.slot for state in begins],
+        [state.slot for state in ends],
+        [first + row for first, length in zip(firsts, lens, strict=False) for row in range(length)],
+        [firsts[i] - back for i in order for back in range(reach, 0, -1)],
+        [firsts[i] + lens[i] - back for i in order for back in range(reach, 0, -1)],
+        [place for own in chunks.places for place in own],
+    )
+    flat = torch.tensor([x for some in indices for x in some], dtype=torch.int64, device=device)
+    begins_S, ends_S, wide_T, before, last, places = flat.split([len(some) for some in indices])
+    return DeltaPart(
+        shelf=ends[0].shelf,
+        begins_S=begins_S,
+        ends_S=ends_S,
+        num_wide=sum(lens) + len(lens) * reach,
+        wide_T=wide_T,
+        before=before,
+        last=last,
+        chunk_rows=chunk_rows,
+        counts=chunks.counts,
+        num_places=chunks.num_places,
+        places=places,
+    )
+
+
+def _state_of(place: Place | None) -> Place:
+    assert place is not None and place.state is not None, "what is computed has a place, with a state"
+    return place.state

@@ -35,6 +35,11 @@ class Run:
         """Own tokens that are still to be fed; 0 while the prompt is being computed."""
         return self.sequence.num_tokens - self.num_shared - self.num_fed
 
+    @property
+    def begins_at(self) -> Place:
+        """Where the state lies that its next token follows, of a model that has states."""
+        return self.place if self.num_fed and self.place is not None else self.segment.place
+
     def unfed(self, most: int) -> list[int]:
         begin = self.num_shared + self.num_fed
         if self.num_unfed == 1 and self.sequence.samples:
@@ -162,6 +167,9 @@ class Schedule:
         # Where the trainer's order does not matter, a later turn shares all that is before it.
         follows_prompt = self._exact or not sequence.params.is_turn
         num_shared = len(sequence.prompt) - (sequence.num_continued if follows_prompt else 0)
+        if self._store.has_states:
+            # A state cannot go back by the token that is computed once more: it is each response's own.
+            num_shared -= 1
         segment = self._segments.take(sequence.prompt[:num_shared])
         if not sequence.samples:
             self.num_asked += len(sequence.prompt)

@@ -3,6 +3,8 @@
 A prompt whose beginning is the beginning of another one shares that part, too: it is a chain of segments, the nearest
 first. So a continuation of a response shares its prompt with the group's other ones, and prompts share a system prompt.
 
+Of a model with states there is only one for each segment, after its last token: there a prompt shares whole prompts.
+
 What a turn of a rollout has sampled is kept as a part of its segment, which the prompt of the next turn begins with; so
 that segment grows from turn to turn, and no token of it is computed twice.
 """
@@ -53,6 +55,11 @@ class Segment:
         return (Link(self.place, len(self)), *shortened(before, self.num_before))
 
     @property
+    def begins_at(self) -> Place:
+        """Where the state lies that its next token follows, of a model that has states."""
+        return self.place if self.num_done or self.parent is None else self.parent.place
+
+    @property
     def depth(self) -> int:
         """Number of segments in its chain."""
         return len(list(chain(self)))
@@ -100,6 +107,7 @@ class Segments:
         """`chains`: whether different prompts share their beginning."""
         self._store = store
         self._chains = chains
+        self._shares_whole = store.has_states
         self._all: dict[bytes, Segment] = {}
         """By their prompts."""
         self._idle: dict[Segment, None] = {}
@@ -151,10 +159,16 @@ class Segments:
             return nearest
         # The last token is computed anew, for its logits.
         parent, num_before = nearest, min(common, len(tokens) - 1)
-        while parent is not None and (num_before <= parent.num_before or parent.depth == MAX_DEPTH):
+        while parent is not None and not self._may_follow(parent, num_before):
             num_before = min(num_before, parent.num_before)
             parent = parent.parent
         return self._add(tokens, parent, num_before if parent is not None else 0)
+
+    def _may_follow(self, parent: Segment, num_before: int) -> bool:
+        """Whether a segment may begin after so many tokens of this one's prompt."""
+        if parent.depth == MAX_DEPTH or (self._shares_whole and num_before != len(parent.prompt)):
+            return False
+        return num_before > parent.num_before
 
     def _add(self, tokens: Tokens, parent: Segment | None, num_before: int) -> Segment:
         place = self._store.new(len(tokens) - num_before, is_shared=True)
@@ -222,6 +236,6 @@ class Segments:
             differs = segment.prompt[:length] != tokens[:length]
             first = int(differs.argmax())
             common = first if differs[first] else length
-            if common > longest:
+            if common > longest and not (self._shares_whole and common < len(segment.prompt)):
                 best, longest = segment, common
         return best, longest

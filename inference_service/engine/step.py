@@ -12,9 +12,10 @@ from async_rl.shared.cpu import exact
 from async_rl.shared.cpu.products import linear
 from async_rl.shared.layer_windows import SLIDING
 from inference_service.engine import attention
+from inference_service.engine.delta_net import delta_net_of, use_delta_nets
 from inference_service.engine.kernels import FASTEST, Kernels
 from inference_service.engine.kv_store import Place
-from inference_service.engine.parts import SharedPart, Span, StepParts, own_parts, place_of, shared_parts
+from inference_service.engine.parts import SharedPart, Span, StepParts, delta_part, own_parts, place_of, shared_parts
 from inference_service.engine.routes import Routes
 from inference_service.engine.schedule import Fed, Run, Work
 from inference_service.engine.segments import Link, Segment
@@ -52,8 +53,13 @@ def use_exact(model: PreTrainedModel) -> None:
     """Replaces activations and linear layers; norms and rotary embedding are exact as they are.
 
     Raises:
-        ConfigError: another activation than SiLU, or layers with a window.
+        ConfigError: another activation than SiLU, layers with a window, or gated delta nets.
     """
+    if delta_net_of(model.config) is not None:
+        raise ConfigError(
+            f"the model is of {model.config.model_type!r}: exact mode (train.exact, --exact) is for models without "
+            "linear attention; serve it without"
+        )
     kinds, window = getattr(model.config, "layer_types", None), getattr(model.config, "sliding_window", None)
     if window is not None and (kinds is None or SLIDING in kinds):
         raise ConfigError(
@@ -93,6 +99,9 @@ class ModelStep:
         elif model.device.type == "cpu":
             use_faster_products(model)
         self._kernels = kernels
+        self._delta = delta_net_of(model.config)
+        if self._delta is not None:
+            use_delta_nets(model, self._delta)
         model.set_attn_implementation(attention.NAME)
         self._model = model
         self._device = model.device
@@ -125,6 +134,7 @@ class ModelStep:
             torch.tensor(positions[: len(decoding)], device=self._device),
             1 + max(positions),
             num_padding,
+            None if self._delta is None else delta_part(decoding, work.fed, self._delta.conv_width, self._device),
         )
         kept = sorted(set(rows))
         kept += [len(token_ids) - 1] * (-len(kept) % self._kernels.row_multiple)

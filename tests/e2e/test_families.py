@@ -9,7 +9,9 @@ import pytest
 
 from async_rl.method.proof.gap_limits import noise_scale
 from async_rl.shared.model_shape import FAMILIES
+from tests.support.chat_tokenizer import make_chat_model
 from tests.support.local_run import Run
+from tests.support.rollout_program import use_program
 
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
@@ -39,6 +41,14 @@ def test_ranks_that_share_rows_train_whole_runs(tmp_path: Path, tiny_model: Call
     run = Run(tmp_path, tiny_model("qwen3_moe"))
     layout = ("--trainer.context_parallel=2", "--trainer.expert_parallel=2", "--trainer.num_processes=2")
     run.train(*layout, "--trainer.micro_batch_tokens=20", "--publish.canary=always", "--optimizer.learning_rate=1e-3")
+    require_equal_log_probs(run)
+
+
+def test_turns_of_models_with_states_are_trained(tmp_path: Path) -> None:
+    """Turns that go on, and that change what was said before; canaries at each publish; little room for states."""
+    run = Run(tmp_path, make_chat_model(tmp_path / "chat", "qwen3_next"))
+    use_program(run, tmp_path / "chat", tmp_path)
+    run.train("--publish.canary=always", "--optimizer.learning_rate=1e-3", "--inference.max_concurrency=3")
     require_equal_log_probs(run)
 
 

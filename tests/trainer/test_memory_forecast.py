@@ -17,7 +17,7 @@ import torch
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from async_rl.checks.forecast import instance_memory, memory, training_memory
-from async_rl.checks.forecast.instance_memory import store_tokens
+from async_rl.checks.forecast.instance_memory import store_states, store_tokens
 from async_rl.checks.forecast.training_memory import (
     Shares,
     delta_values_per_row,
@@ -31,15 +31,15 @@ from async_rl.checks.preflight.model import read_shape
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.method.types import Group
+from async_rl.shared import delta_rule
 from async_rl.shared.model_shape import ModelShape
 from async_rl.shared.weights import ipc, stream
-from inference_service.engine import cache_size, kv_store
+from inference_service.engine import cache_size, kv_store, segments
 from inference_service.engine.kv_store import KVStore
 from tests.support.groups import random_group
 from tests.support.minimal_config import minimal_tree
 from tests.support.trainer import kept_worker
 from tests.support.trainer.kept_worker import kept_bytes
-from trainer.attention import delta_plan
 from trainer.batching.group_slice import num_rows
 from trainer.hf import weight_export
 from trainer.hf.weight_map import Layout, tied_head, weight_map
@@ -285,11 +285,32 @@ def test_the_store_has_the_forecast_room_when_all_responses_are_whole(prompt: in
     assert store_tokens(config) == room
 
 
+def test_the_store_has_the_forecast_states_when_all_responses_run(tiny_model: Callable[..., Path]) -> None:
+    """And when the batch's other prompts are kept beside them."""
+    shape = read_shape(tiny_model("qwen3_next", num_hidden_layers=4))
+    for batch, concurrency in ((4, 256), (9, 256), (9, 16), (1, 1)):
+        config = config_with(
+            prompts={"prompts_per_batch": batch, "max_prompt_tokens": 8},
+            rollout={"max_response_tokens": 8, "responses_per_prompt": 8},
+            inference={"max_concurrency": concurrency},
+        )
+        store = KVStore(4, 1, 2, torch.float32, torch.device("cpu"), 10**9, delta=shape.delta, state_tokens=3)
+        places = [store.new(8, is_shared=True) for _ in range(batch)]
+        places += [store.new(8, is_shared=False) for _ in range(min(8 * batch, concurrency))]
+        state = places[-1].state
+        assert state is not None and state.shelf.num_slots == store_states(config)
+        size = sum(tensor.numel() for tensors in state.shelf.tensors for tensor in tensors)
+        assert size == store_states(config) * shape.values_per_sequence
+        parts = {part.name: part.num_bytes for part in instance_memory.instance_memory(config, shape).resident}
+        assert parts["states"] == 4 * size
+
+
 def test_constants_that_the_forecast_repeats_are_those_of_trainer_and_engine() -> None:
     assert training_memory.CHUNK_BYTES == logprobs.CHUNK_BYTES
     assert training_memory.PARCEL_BYTES == weight_export.PARCEL_BYTES
-    assert training_memory.DELTA_CHUNK_ROWS == delta_plan.CHUNK_ROWS
+    assert training_memory.DELTA_CHUNK_ROWS == delta_rule.CHUNK_ROWS
     sizes = {"broadcast": stream.bucket_bytes_of("nccl"), "ipc": stream.bucket_bytes_of(ipc.ipc_backend("nccl"))}
     assert sizes == memory.MESSAGE_BYTES and ipc.PIECE_BYTES == memory.IPC_BUFFER_BYTES
     assert instance_memory.PREFILL_TOKENS == cache_size.PREFILL_TOKENS
+    assert instance_memory.MAX_IDLE == segments.MAX_IDLE
     assert (instance_memory.MIN_CAPACITY, instance_memory.GROWTH) == (kv_store.MIN_CAPACITY, kv_store.GROWTH)

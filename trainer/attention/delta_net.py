@@ -26,10 +26,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch.utils.checkpoint import checkpoint
 
+from async_rl.shared.delta_rule import Chunks, causal_convolution, gated_delta_rule
 from async_rl.shared.model_parts import DeltaNet
 from trainer.attention.core_attention import SharedPromptParams
-from trainer.attention.delta_plan import DeltaPlan, Level
-from trainer.attention.delta_rule import gated_delta_rule
+from trainer.attention.delta_plan import DeltaPlan
 from trainer.attention.latent_attention import Norm
 
 STATES, LAST_ROWS = "states", "last rows"
@@ -107,12 +107,7 @@ class GatedDeltaNet(MegatronModule):
         if len(plan.before):
             before = last_P if plan.num_prompts else params.kept(self._layer_number, LAST_ROWS)
             rows_EX = rows_EX.index_copy(0, plan.before_E, before.index_select(0, plan.before).to(wide))
-        taps_WX = self.conv_weight[:, 0].T.to(wide)
-        length = plan.num_wide - reach
-        conv_EX = rows_EX[:length] * taps_WX[0]
-        for tap in range(1, plan.width):
-            conv_EX = torch.addcmul(conv_EX, rows_EX[tap : tap + length], taps_WX[tap])
-        conv_TX = F.silu(conv_EX.index_select(0, plan.wide_T - reach)).to(mixed_TX.dtype)
+        conv_TX = causal_convolution(rows_EX, self.conv_weight[:, 0].T.to(wide), plan.wide_T).to(mixed_TX.dtype)
         return last_P, conv_TX.unflatten(-1, mixed_THX.shape[1:])
 
     def _run(
@@ -125,7 +120,7 @@ class GatedDeltaNet(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(Final states of the prompts, [P, H, R, K, V]; outputs [T, H, R, V]), float32 or wider."""
         delta = self._delta
-        num_places = [level.num_places(plan.chunk_rows) for level in (plan.prompts, plan.responses)]
+        num_places = [level.num_places for level in (plan.prompts, plan.responses)]
         of_levels = [
             rows.new_zeros(sum(num_places), *rows.shape[1:]).index_copy(0, plan.places_T, rows).split(num_places)
             for rows in (mixed_THX, rates_THR, decays_THR)
@@ -146,7 +141,7 @@ class GatedDeltaNet(MegatronModule):
         return states_PHRKV, torch.cat(outs).index_select(0, plan.places_T)
 
     def _level(
-        self, rows: tuple[torch.Tensor, ...], state: torch.Tensor, level: Level, chunk_rows: int
+        self, rows: tuple[torch.Tensor, ...], state: torch.Tensor, level: Chunks, chunk_rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(Outputs [L, H, R, V], final states). What the rule computes is several times its input: it is computed again
         in the backward pass."""

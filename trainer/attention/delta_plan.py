@@ -1,35 +1,20 @@
 """Where the rows of a micro-batch go in the layers with a gated delta net; `trainer/attention/delta_net.py` reads it.
 
 A prompt, and a padding, begins with an empty state and zeros before its first row; a response begins with its prompt's
-final state and last rows. So all prompts run first, then all responses. Rows are laid out in chunks: first the first
-chunk of every sequence, then the second of each that has one, the longest sequence first, so that a step over all
-sequences reads consecutive chunks.
+final state and last rows. So all prompts run first, then all responses, in chunks of rows.
 
 Shape legend: T fed rows, L places of rows in chunks, E places of rows with the rows before them, P prompts that
 responses follow, S sequences of responses, W width of the convolution.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
+from async_rl.shared.delta_rule import Chunks, rows_of_chunk
 from trainer.attention.segments import Segments
 from trainer.devices.host_copies import to_device
-
-CHUNK_ROWS = 64
-"""At most, a power of two: what a chunk computes at once grows with its rows, what a sequence waits for with chunks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """Sequences that run together: `counts` are the numbers of those that have a chunk, step by step."""
-
-    counts: tuple[int, ...]
-
-    def num_places(self, chunk_rows: int) -> int:
-        return sum(self.counts) * chunk_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +23,7 @@ class DeltaPlan:
 
     Attributes:
         chunk_rows: of every chunk.
-        prompts, responses: the two levels; a level may have no sequence.
+        prompts, responses: the two levels of sequences that run together; a level may have none.
         places_T: the place of each row, first those of prompts, then those of responses.
         finals_P: which of the prompts' final states, in the order of their level, are those of the P prompts; empty
             in the second of two stages.
@@ -51,8 +36,8 @@ class DeltaPlan:
     """
 
     chunk_rows: int
-    prompts: Level
-    responses: Level
+    prompts: Chunks
+    responses: Chunks
     places_T: torch.Tensor
     finals_P: torch.Tensor
     prompt_of_S: torch.Tensor
@@ -77,28 +62,20 @@ def make_delta_plan(segments: Segments, width: int, *, keeps_prompt: bool) -> De
     """
     lens, device = segments.self_part.q_lens, segments.self_part.device
     prompt_of, starts, reach = _prompts_of(segments), list(accumulate(lens, initial=0)), width - 1
-    chunk_rows = min(CHUNK_ROWS, 1 << (max(lens) - 1).bit_length())
+    chunk_rows = rows_of_chunk(max(lens))
     # In the second stage those of the prompt are kept from the first.
     num_kept = 1 if keeps_prompt else 0 if segments.self_kv_start else 1 + max(prompt_of)
-    prompts, responses = (
-        sorted((i for i, prompt in enumerate(prompt_of) if (prompt >= 0) is is_response), key=lambda i: -lens[i])
-        for is_response in (False, True)
-    )
-    levels = [Level(_counts([lens[i] for i in order], chunk_rows)) for order in (prompts, responses)]
-    places: dict[int, list[int]] = {}
-    first = 0
-    for order, level in zip((prompts, responses), levels, strict=True):
-        chunks = list(accumulate(level.counts, initial=0))
-        for rank, i in enumerate(order):
-            begins = (first + (chunks[step] + rank) * chunk_rows for step in range(-(-lens[i] // chunk_rows)))
-            places[i] = [place for begin in begins for place in range(begin, begin + chunk_rows)][: lens[i]]
-        first += level.num_places(chunk_rows)
+    levels = [[i for i, prompt in enumerate(prompt_of) if (prompt >= 0) is follows] for follows in (False, True)]
+    prompts, responses = (Chunks.of([lens[i] for i in level], chunk_rows) for level in levels)
+    places = dict(zip(levels[0], prompts.places, strict=True))
+    for i, own in zip(levels[1], responses.places, strict=True):
+        places[i] = tuple(prompts.num_places + place for place in own)
     followers = [i for i, prompt in enumerate(prompt_of) if prompt >= 0]
     tails = [(i, back) for i in range(num_kept) for back in range(min(reach, lens[i]), 0, -1)]
     indices = {
         "places_T": [place for i in range(len(lens)) for place in places[i]],
-        "finals_P": [prompts.index(i) for i in range(num_kept)],
-        "prompt_of_S": [prompt_of[i] for i in responses],
+        "finals_P": [prompts.order.index(levels[0].index(i)) for i in range(num_kept)],
+        "prompt_of_S": [prompt_of[levels[1][i]] for i in responses.order],
         "wide_T": [starts[i] + (i + 1) * reach + row for i, length in enumerate(lens) for row in range(length)],
         "before": [prompt_of[i] * reach + row for i in followers for row in range(reach)],
         "before_E": [starts[i] + i * reach + row for i in followers for row in range(reach)],
@@ -109,8 +86,8 @@ def make_delta_plan(segments: Segments, width: int, *, keeps_prompt: bool) -> De
     parts = flat.split([len(some) for some in indices.values()])
     return DeltaPlan(
         chunk_rows=chunk_rows,
-        prompts=levels[0],
-        responses=levels[1],
+        prompts=prompts,
+        responses=responses,
         width=width,
         num_wide=starts[-1] + len(lens) * reach,
         **dict(zip(indices, parts, strict=True)),
@@ -132,9 +109,3 @@ def _prompts_of(segments: Segments) -> list[int]:
             prompt += 1
         prompt_of[i] = prompt
     return prompt_of
-
-
-def _counts(lens: Sequence[int], chunk_rows: int) -> tuple[int, ...]:
-    """How many of the sequences, longest first, have a first chunk, a second one, and so on."""
-    nums = [-(-length // chunk_rows) for length in lens]
-    return tuple(sum(num > step for num in nums) for step in range(max(nums, default=0)))

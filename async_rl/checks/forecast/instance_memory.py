@@ -37,10 +37,13 @@ VLLM_DEVICE_SHARE = 0.9
 """vLLM's own default of --gpu-memory-utilization."""
 
 MIN_CAPACITY, GROWTH, FIRST_SLOTS = 64, 1.5, 4
-"""As in `inference_service/engine/kv_store.py`; a test compares the store with `store_tokens`."""
+"""As in `inference_service/engine/kv_store.py`; a test compares the store with `store_tokens`, and `store_states`."""
 
 PREFILL_TOKENS = 512
 """As in `inference_service/engine/cache_size.py`."""
+
+MAX_IDLE = 64
+"""As in `inference_service/engine/segments.py`: prompts whose states are kept for later requests."""
 
 
 ROUTE_BYTES = 2
@@ -76,6 +79,10 @@ def instance_memory(config: Config, model: ModelShape) -> ProcessMemory:
         MemoryPart("one step", step + logits, f"{rows} rows, {running} rows of logits"),
         *_received(config, model),
     ]
+    if model.values_per_sequence:
+        states = store_states(config)
+        size = states * model.values_per_sequence * WIDE_BYTES
+        resident.append(MemoryPart("states", size, f"{states:,} of linear attention, of responses and prompts"))
     if device != "cpu":
         resident.append(fragmentation(resident, phases))
     return ProcessMemory(tuple(resident), tuple(phases), device == "cpu")
@@ -105,6 +112,15 @@ def store_tokens(config: Config) -> int:
         capacity *= 2
     per_response = 2 * longest + 2 * MIN_CAPACITY
     return min(tokens, max(config.inference.max_concurrency * per_response, 4 * longest))
+
+
+def store_states(config: Config) -> int:
+    """States of linear attention for which the store has room: of each response that runs, and of each prompt, those
+    of the batch that have ended among them as far as they are kept. `plan_cache` limits all of it."""
+    running = running_responses(config)
+    num_prompts = ceil(config.prompts.num_drawn / config.inference.num_instances)
+    groups = ceil(running / config.rollout.responses_per_prompt)
+    return _slots(running + min(num_prompts, groups + MAX_IDLE))
 
 
 def _capacity(num_tokens: int) -> int:

@@ -48,7 +48,7 @@ CHUNK_BYTES = 256 * MIB
 """As in `trainer/model/logprobs.py`, which cannot be imported from here; a test compares them."""
 
 DELTA_CHUNK_ROWS = 64
-"""As in `trainer/attention/delta_plan.py`."""
+"""As in `async_rl/shared/delta_rule.py`, which needs torch."""
 
 PARCEL_BYTES = 64 * MIB
 """As in `trainer/hf/weight_export.py`: what a model-parallel rank assembles of a publish at once."""

@@ -219,19 +219,15 @@ def require_trainable(config: Config, files: ModelFiles, *, is_whole: bool = Tru
         ConfigError: one is not the case.
     """
     require_supported(files, is_whole=is_whole)
-    is_unserved = config.inference.engine == "vllm" or files.shape.latents is not None
+    is_unserved = config.inference.engine == "vllm" or bool(files.shape.latents or files.shape.delta)
     if fp8_block(files.config) and is_unserved and not config.pool.instances:
         # vLLM keeps weights in fp8, which have other names and sizes than the trainer's; transformers reads no blocks
-        # that are not whole, as those of latents. Instances that run elsewhere may have another checkpoint.
+        # that are not whole, as those of latents and of gated delta nets' rates. Instances that run elsewhere may have
+        # another checkpoint.
         raise ConfigError(
             f"{files.named} is in fp8 (quantization_config of its config.json), which inference.engine = "
             f"{config.inference.engine!r} does not serve with the trainer's weights: name the checkpoint in bfloat16, "
             "or save it so (README of the model, or DeepSeek-V3's fp8_cast_bf16.py)"
-        )
-    if files.shape.delta is not None and config.inference.engine == "transformers" and not config.pool.instances:
-        raise ConfigError(
-            f"{files.named} is of {files.shape.family!r}, whose linear attention inference.engine = 'transformers' "
-            "does not serve: set inference.engine = 'vllm', or name instances that run elsewhere in pool.instances"
         )
     has_tokenizer = is_whole or files.without_tokenizer() is None
     if config.prompts.chat_template and has_tokenizer and not files.has_chat_template:

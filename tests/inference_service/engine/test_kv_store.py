@@ -7,13 +7,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_rl.shared.model_parts import DeltaNet
 from inference_service.engine.kv_store import MIN_CAPACITY, KVStore, NoRoom, Place, Shelf
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 2, 2, 3
 
 
-def make_store(max_tokens: int) -> KVStore:
-    return KVStore(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"), max_tokens)
+DELTA = DeltaNet(1, 2, 3, 2, 3, frozenset({NUM_LAYERS, NUM_LAYERS + 1}))
+STATE_TOKENS = 50
+
+
+def make_store(max_tokens: int, *, has_states: bool = False) -> KVStore:
+    states = {"delta": DELTA, "state_tokens": STATE_TOKENS} if has_states else {}
+    num_layers = NUM_LAYERS + (len(DELTA.layers) if has_states else 0)
+    return KVStore(num_layers, NUM_KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"), max_tokens, **states)
+
+
+def state_of(place: Place) -> list[torch.Tensor]:
+    """Views of it; nothing of a model that has none."""
+    if place.state is None:
+        return []
+    return [tensor[place.state.slot] for tensors in place.state.shelf.tensors for tensor in tensors]
 
 
 def put(place: Place, start: int, rows: torch.Tensor) -> None:
@@ -35,11 +49,12 @@ def get(place: Place, length: int) -> torch.Tensor:
 
 @pytest.mark.computes
 @settings(max_examples=80)
-@given(st.integers(0, 2**32), st.integers(300, 6000))
-def test_contents_survive_any_order_of_operations(seed: int, max_tokens: int) -> None:
+@given(st.integers(0, 2**32), st.integers(300, 6000), st.booleans())
+def test_contents_survive_any_order_of_operations(seed: int, max_tokens: int, has_states: bool) -> None:
     rng = random.Random(seed)
-    store = make_store(max_tokens)
+    store, state_tokens = make_store(max_tokens, has_states=has_states), STATE_TOKENS if has_states else 0
     contents: dict[Place, torch.Tensor] = {}
+    states: dict[Place, list[torch.Tensor]] = {}
     shared: set[Place] = set()
     for _ in range(60):
         action = rng.choice(["new", "new", "grow", "grow", "append", "free", "use", "aside"])
@@ -50,6 +65,10 @@ def test_contents_survive_any_order_of_operations(seed: int, max_tokens: int) ->
                 length, is_shared = rng.randint(1, 200), rng.random() < 0.5
                 place = store.new(length, is_shared)
                 contents[place] = torch.empty(NUM_LAYERS, 2, NUM_KV_HEADS, 0, HEAD_DIM)
+                assert not any(tensor.any() for tensor in state_of(place)), "a state begins with zeros"
+                states[place] = [torch.randn_like(tensor) for tensor in state_of(place)]
+                for tensor, made in zip(state_of(place), states[place], strict=True):
+                    tensor.copy_(made)
                 if is_shared:
                     shared.add(place)
                 else:
@@ -65,9 +84,10 @@ def test_contents_survive_any_order_of_operations(seed: int, max_tokens: int) ->
                 length = start + rows.shape[3]
                 store.append(place, start, source, range(begin, contents[source].shape[3]))
                 contents[place] = torch.cat([contents[place], rows], dim=3)
+                states[place], states[source] = states[source], states[place]
             elif action == "free":
                 store.free(place)
-                del contents[place]
+                del contents[place], states[place]
                 shared.discard(place)
                 continue
             elif action == "use" and not place.is_in_use:
@@ -76,7 +96,7 @@ def test_contents_survive_any_order_of_operations(seed: int, max_tokens: int) ->
                 store.put_aside(place)
         except NoRoom:
             capacity = max(MIN_CAPACITY, 1 << (length - 1).bit_length())
-            assert sum(each.shelf.capacity for each in contents) + capacity > max_tokens
+            assert sum(each.shelf.capacity + state_tokens for each in contents) + capacity + state_tokens > max_tokens
         else:
             if length > contents[place].shape[3]:
                 added = torch.randn(NUM_LAYERS, 2, NUM_KV_HEADS, length - contents[place].shape[3], HEAD_DIM)
@@ -86,7 +106,9 @@ def test_contents_survive_any_order_of_operations(seed: int, max_tokens: int) ->
         for each, expected in contents.items():
             torch.testing.assert_close(get(each, expected.shape[3]), expected, rtol=0, atol=0)
             assert each.shelf.places[each.slot] is each
-        assert store.num_tokens == sum(each.shelf.capacity for each in contents) <= max_tokens
+        for each, expected_state in states.items():
+            torch.testing.assert_close(state_of(each), expected_state, rtol=0, atol=0)
+        assert store.num_tokens == sum(each.shelf.capacity + state_tokens for each in contents) <= max_tokens
         for shelf in {each.shelf for each in contents}:
             assert all(tensor.isfinite().all() for tensor in (*shelf.keys, *shelf.values))
 

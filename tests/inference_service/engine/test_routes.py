@@ -41,7 +41,7 @@ def chosen_by_transformers(path: Path, sequences: Sequence[Sequence[int]]) -> li
     return routes
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next"])
 def test_routes_are_those_of_every_token_but_the_last(family: str, tiny_model: Callable[..., Path]) -> None:
     """Prompts that are computed once for several responses, known from before, or the beginning of another one; turns;
     and more responses than run at once."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from async_rl.shared.protocol.inference import SamplingParams
 from benchmarks.common.random_model import random_model
 from inference_service.engine import segments
+from inference_service.engine.delta_net import delta_net_of
 from inference_service.engine.kv_store import KVStore, NoRoom
 from inference_service.engine.sampling import sample_step
 from inference_service.engine.schedule import Schedule, Work
@@ -27,6 +28,8 @@ from tests.support.tiny_model import FAMILIES, MODEL_SIZE
 pytestmark = pytest.mark.computes
 
 SHORTEST_SHARED = 3
+STATE_TOKENS = 40
+"""What a state of gated delta nets counts as."""
 
 NEAR_TIE = 1e-6
 """Between two experts' router logits: rounding decides there, and whichever it takes is right."""
@@ -52,6 +55,8 @@ WITH = {
         "mistral",
         "deepseek_v3",
         "glm4_moe",
+        "qwen3_next",
+        "qwen3_5_text",
     ],
 )
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
@@ -85,6 +90,8 @@ class Engine:
             torch.device("cpu"),
             max_tokens,
             num_routes=self.step.routes.width,
+            delta=delta_net_of(config),
+            state_tokens=STATE_TOKENS,
         )
         self.schedule = Schedule(self.store, max_running, prefill_tokens)
 
@@ -234,7 +241,9 @@ def test_a_later_turn_computes_only_what_is_new(model: PreTrainedModel, num_roll
             )
             engine.compute(work)
         # The last token of a turn was sampled, and not fed; five more are new.
-        expected = len(prompt) if number == 0 else num_rollouts * (1 + 5)
+        expected = num_rollouts * (1 + 5)
+        if number == 0:
+            expected = len(prompt) + (num_rollouts - 1 if engine.store.has_states else 0)
         assert num_computed == expected
         assert engine.schedule.num_known - known == sum(map(len, contexts)) - expected
         contexts = [(*each.token_ids(), *range(50 + number, 55 + number)) for each in turns]
@@ -253,7 +262,8 @@ def test_a_group_shares_its_prompt_and_continuations_share_it_too(model: PreTrai
         work = engine.schedule.next()
         num_computed += sum(len(fed.token_ids) for fed in work.fed)
         engine.compute(work)
-    assert num_computed == len(prompt) + 3 * 2
+    # With states the last token of a prompt is each response's own, and alone.
+    assert num_computed == len(prompt) + 3 * 2 - (1 if engine.store.has_states else 0)
 
 
 def test_one_that_does_not_fit_alone_is_an_error_and_not_an_endless_loop(model: PreTrainedModel) -> None:

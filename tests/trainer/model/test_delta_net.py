@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from async_rl.method.types import Group
+from async_rl.shared.delta_rule import CHUNK_ROWS
 from tests.support.groups import random_group
 from tests.support.tiny_model import make_tiny_model
 from tests.trainer.test_forward_backward import Policy, hf_gradients_of, load
-from trainer.attention.delta_plan import CHUNK_ROWS
 from trainer.batching.packing import pack
 from trainer.forward_backward import make_passes
 from trainer.parallel import Parallel

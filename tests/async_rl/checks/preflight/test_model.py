@@ -18,7 +18,6 @@ from async_rl.checks.preflight.model import (
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.shared.model_families import TABLE
 from async_rl.shared.model_shape import FAMILIES
 from tests.support.minimal_config import minimal_tree
 from tests.support.published_models import CONFIGS, WEIGHTS
@@ -97,7 +96,7 @@ def test_the_trainers_families_are_trainable_and_others_named(tmp_path: Path, fa
         config |= {**LATENTS, "head_dim": LATENTS["qk_rope_head_dim"]}
     files = ModelFiles.find(str(checkpoint(tmp_path, config, {"chat_template": "x"})))
     if family in FAMILIES:
-        require_trainable(config_of(inference={"engine": "vllm" if TABLE[family].delta else "transformers"}), files)
+        require_trainable(config_of(), files)
         return
     with pytest.raises(ConfigError, match="which the trainer does not support: expected one of qwen3, "):
         require_trainable(config_of(), files)
@@ -246,14 +245,14 @@ def test_prompts_may_have_what_responses_leave_of_the_models_positions(
 
 
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "qwen3_next"])
 def test_fp8_is_refused_where_instances_cannot_take_the_trainers_weights(
     tmp_path: Path, family: str, engine: str
 ) -> None:
     config = {**QWEN3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config |= {**EXPERTS, "model_type": family}
     if family == "deepseek_v3":
-        own = {"model_type": family, "head_dim": LATENTS["qk_rope_head_dim"]}
-        config |= {**DEEPSEEKS_EXPERTS, **LATENTS, **own}
+        config |= {**DEEPSEEKS_EXPERTS, **LATENTS, "head_dim": LATENTS["qk_rope_head_dim"]}
     files = ModelFiles.find(str(checkpoint(tmp_path, config, {"chat_template": "x"})))
     run = config_of(inference={"engine": engine})
     if (family, engine) == ("qwen3", "transformers"):
@@ -261,13 +260,3 @@ def test_fp8_is_refused_where_instances_cannot_take_the_trainers_weights(
         return
     with pytest.raises(ConfigError, match=f"is in fp8 .* which inference.engine = '{engine}' does not serve"):
         require_trainable(run, files)
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
-def test_linear_attention_is_refused_where_the_embedded_engine_would_serve_it(tmp_path: Path, family: str) -> None:
-    config = {**QWEN3, **EXPERTS, "model_type": family}
-    files = ModelFiles.find(str(checkpoint(tmp_path, config, {"chat_template": "x"})))
-    with pytest.raises(ConfigError, match=f"of '{family}', whose linear attention .* set inference.engine = 'vllm'"):
-        require_trainable(config_of(), files)
-    require_trainable(config_of(inference={"engine": "vllm"}), files)
-    require_trainable(config_of(pool={"instances": ["http://a:1"]}), files)

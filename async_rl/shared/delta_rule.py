@@ -1,5 +1,7 @@
 """The gated delta rule (Gated Delta Networks, arXiv 2412.06464), by chunks of rows; plain products for any device.
 
+What trainer and embedded engine compute of these layers: the rule, how sequences lie in chunks, and the convolution.
+
 A value head has a state S, [K, V], which is 0 at first. A row with query q, key k, value v, decay e^g and rate b makes
 of it, and reads from it (equation 10 of the paper, transposed),
 
@@ -15,16 +17,73 @@ The rows of a chunk at once (section 3.3): with c the sums of g from the chunk's
 Only the last two lines have to go from chunk to chunk. c_i - c_j is at most 0 for j <= i, so nothing overflows.
 
 Shape legend: N chunks, C rows of each, a power of two, H key heads, R value heads of each, K and V dimensions of a key
-and a value head, B sequences.
+and a value head, B sequences; T rows, E places of rows with the rows before them, X channels, W width of the
+convolution.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+
+CHUNK_ROWS = 64
+"""At most, a power of two: what a chunk computes at once grows with its rows, what a sequence waits for with chunks."""
 
 NORM_EPS = 1e-6
 """Of the lengths of queries and keys, as in transformers."""
+
+
+def rows_of_chunk(longest: int) -> int:
+    """Rows of each chunk where the longest sequence has so many, at least 1."""
+    return min(CHUNK_ROWS, 1 << (longest - 1).bit_length())
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """How sequences lie in chunks: first the first chunk of every sequence, then the second of each that has one, the
+    longest sequence first, so that a step over all sequences reads consecutive chunks.
+
+    Attributes:
+        order: numbers of the sequences, the longest first.
+        counts: sequences that have a chunk, step by step.
+        num_places: of rows, in all chunks.
+        places: of each sequence those of its rows.
+    """
+
+    order: tuple[int, ...]
+    counts: tuple[int, ...]
+    num_places: int
+    places: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, lens: Sequence[int], chunk_rows: int) -> "Chunks":
+        """Those of sequences of these lengths, of which there may be none."""
+        order = sorted(range(len(lens)), key=lambda i: -lens[i])
+        nums = [-(-length // chunk_rows) for length in lens]
+        counts = [sum(num > step for num in nums) for step in range(max(nums, default=0))]
+        firsts = list(accumulate(counts, initial=0))
+        rank_of = {i: rank for rank, i in enumerate(order)}
+        places = []
+        for i, length in enumerate(lens):
+            begins = [(firsts[step] + rank_of[i]) * chunk_rows for step in range(nums[i])]
+            places.append(tuple(place for begin in begins for place in range(begin, begin + chunk_rows))[:length])
+        return cls(tuple(order), tuple(counts), firsts[-1] * chunk_rows, tuple(places))
+
+
+def causal_convolution(rows_EX: torch.Tensor, taps_WX: torch.Tensor, last_T: torch.Tensor) -> torch.Tensor:
+    """silu of each channel's sum over the W rows that end at `last_T`, weighted by its taps: [T, X].
+
+    float32 or wider; `last_T`, int64, is at least W - 1.
+    """
+    width = len(taps_WX)
+    length = len(rows_EX) - width + 1
+    sums_EX = rows_EX[:length] * taps_WX[0]
+    for tap in range(1, width):
+        sums_EX = torch.addcmul(sums_EX, rows_EX[tap : tap + length], taps_WX[tap])
+    return F.silu(sums_EX.index_select(0, last_T - width + 1))
 
 
 def gated_delta_rule(

@@ -4,19 +4,24 @@ Shape legend: L rows of a sequence, H key heads, R value heads of each, K and V 
 sequences, N chunks, C rows of each.
 """
 
+import os
 import random
 from collections.abc import Sequence
 
 import pytest
 import torch
 
-from trainer.attention.delta_plan import make_delta_plan
-from trainer.attention.delta_rule import gated_delta_rule
-from trainer.attention.segments import Segments
-from trainer.devices.attention_part import Part
+from async_rl.shared.delta_rule import CHUNK_ROWS, Chunks, causal_convolution, gated_delta_rule, rows_of_chunk
 
-CPU = torch.device("cpu")
 H, R, K, V = 2, 3, 5, 4
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
+    print(f"TEST_SEED={seed}")
+    torch.manual_seed(seed)
+    return random.Random(seed)
 
 
 class Rows:
@@ -66,18 +71,17 @@ def row_by_row(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_chunks(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    plan = make_delta_plan(Segments(Part(tuple(rows.lens), tuple(rows.lens), True, CPU), None), 4, keeps_prompt=False)
-    order = sorted(range(len(rows.lens)), key=lambda i: -rows.lens[i])
-    num_places = plan.prompts.num_places(plan.chunk_rows)
+    chunk_rows = rows_of_chunk(max(rows.lens))
+    chunks = Chunks.of(rows.lens, chunk_rows)
+    places = torch.tensor([place for own in chunks.places for place in own])
+    order = torch.tensor(chunks.order)
     *own, states = rows.inputs
-    chunks = [
-        each.new_zeros(num_places, *each.shape[1:])
-        .index_copy(0, plan.places_T, each)
-        .unflatten(0, (-1, plan.chunk_rows))
+    laid = [
+        each.new_zeros(chunks.num_places, *each.shape[1:]).index_copy(0, places, each).unflatten(0, (-1, chunk_rows))
         for each in own
     ]
-    out, finals = gated_delta_rule(*chunks, states[order], plan.prompts.counts, K)
-    return out.flatten(0, 1)[plan.places_T], finals[torch.tensor(order).argsort()]
+    out, finals = gated_delta_rule(*laid, states[order], chunks.counts, K)
+    return out.flatten(0, 1)[places], finals[order.argsort()]
 
 
 def test_chunks_equal_rows_one_by_one(rng: random.Random) -> None:
@@ -101,3 +105,22 @@ def compare(rows: Rows, tolerance: float) -> None:
         results.append([*(each.detach().double() for each in computed), *rows.take_gradients()])
     for expected, actual in zip(*results, strict=True):
         assert float((actual - expected).norm()) <= tolerance * float(expected.norm()), rows.lens
+
+
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_the_convolution_is_that_of_torch(width: int) -> None:
+    rows, taps = torch.randn(20, 6), torch.randn(width, 6)
+    last = torch.arange(width - 1, 20)
+    expected = torch.conv1d(rows.T[None], taps.T[:, None], groups=6)[0].T
+    torch.testing.assert_close(causal_convolution(rows, taps, last), torch.nn.functional.silu(expected))
+
+
+def test_chunks_have_a_row_for_a_single_token_and_no_more_than_their_most() -> None:
+    assert [rows_of_chunk(n) for n in (1, 2, 3, CHUNK_ROWS - 1, CHUNK_ROWS, CHUNK_ROWS + 1)] == [
+        1,
+        2,
+        4,
+        CHUNK_ROWS,
+        CHUNK_ROWS,
+        CHUNK_ROWS,
+    ]

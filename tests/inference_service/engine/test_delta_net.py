@@ -1,0 +1,142 @@
+"""Models with gated delta nets in the embedded engine are those of transformers, token by token and chunk by chunk."""
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from async_rl.errors import ConfigError
+from async_rl.shared.delta_rule import CHUNK_ROWS
+from async_rl.shared.protocol.inference import SamplingParams
+from inference_service.engine.cache_size import CacheSize, plan_cache
+from inference_service.engine.delta_net import delta_net_of
+from inference_service.engine.kernels import EXACT
+from inference_service.engine.kv_store import KVStore
+from inference_service.engine.model import load_model
+from inference_service.engine.sampling import sample_step
+from inference_service.engine.schedule import Schedule
+from inference_service.engine.sequences import Sequence
+from inference_service.engine.step import ModelStep
+from tests.support.tiny_model import make_tiny_model
+
+CPU = torch.device("cpu")
+
+TOLERANCE = 1e-5
+"""Of a log-prob in float32. Of any that is larger than 1: relative to it."""
+
+LENGTHS = (1, 2, 3, 4, 5, CHUNK_ROWS - 1, CHUNK_ROWS, CHUNK_ROWS + 1, CHUNK_ROWS + 2, 2 * CHUNK_ROWS + 1, 140)
+"""Of prompts: about the ends of the convolution, of chunks, and of the store's places, which have 64 tokens, too."""
+
+CASES: dict[str, dict[str, int]] = {
+    # All experts, so that rounding cannot choose others.
+    "qwen3_next": {"num_experts_per_tok": 4},
+    "qwen3_5_text": {"num_hidden_layers": 4, "full_attention_interval": 4},
+    # Without attention, and without gated delta nets.
+    "no attention": {"full_attention_interval": 9},
+    "no delta net": {"full_attention_interval": 1},
+    "wide": {"linear_conv_kernel_dim": 7, "linear_num_value_heads": 6},
+}
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
+    print(f"TEST_SEED={seed}")
+    return random.Random(seed)
+
+
+def store_of(size: CacheSize, num_routes: int) -> KVStore:
+    return KVStore(
+        size.num_layers,
+        size.num_kv_heads,
+        size.head_dim,
+        size.dtype,
+        CPU,
+        size.max_tokens,
+        num_routes=num_routes,
+        delta=size.delta,
+        state_tokens=size.state_tokens,
+    )
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("case", "prefill_tokens"), [*((case, 512) for case in CASES), ("qwen3_next", 7)])
+def test_greedy_responses_of_all_lengths_together_are_those_of_transformers(
+    case: str, prefill_tokens: int, rng: random.Random, tmp_path: Path
+) -> None:
+    """Also the log-probs of every token of the vocabulary that the engine draws from."""
+    family = case if case in ("qwen3_next", "qwen3_5_text") else "qwen3_5_text"
+    path = make_tiny_model(tmp_path / "model", family, seed=rng.randrange(2**31), **CASES[case])
+    model = load_model(str(path), CPU, torch.float32).model
+    step = ModelStep(model)
+    store = store_of(plan_cache(model.config, torch.float32, CPU, 64, 256), step.routes.width)
+    schedule = Schedule(store, 64, prefill_tokens)
+    sequences = []
+    for length in LENGTHS:
+        prompt = tuple(rng.randrange(2, 96) for _ in range(length))
+        for max_tokens in (1, 6, 70):
+            params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+            sequences.append(Sequence(prompt, params, 0, frozenset()))
+    schedule.add(sequences)
+    drawn: dict[Sequence, list[torch.Tensor]] = {sequence: [] for sequence in sequences}
+    while schedule.has_work:
+        drawing = step(schedule.next(), store.generation)
+        samples = sample_step(drawing.logits, [run.sequence for run in drawing.runs], "processed_logprobs", "v")
+        for run, logits, sample in zip(drawing.runs, drawing.logits, samples, strict=True):
+            drawn[run.sequence].append(logits.double().log_softmax(-1))
+            run.sequence.samples.append(sample)
+            if not run.sequence.remaining_tokens:
+                schedule.finish(run)
+    settings = {"dtype": torch.float64, "experts_implementation": "eager"}
+    reference = AutoModelForCausalLM.from_pretrained(path, **settings).eval()
+    for sequence in sequences:
+        tokens, begin = sequence.token_ids(), len(sequence.prompt)
+        expected = reference(torch.tensor([tokens]), use_cache=False).logits[0].log_softmax(-1)[begin - 1 : -1]
+        found = torch.stack(drawn[sequence])
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+        likeliest = expected.amax(-1) - expected.gather(-1, torch.tensor(tokens[begin:])[:, None])[:, 0]
+        assert float(likeliest.max()) <= 2 * TOLERANCE * max(1.0, float(-expected.amin()))
+
+
+def test_a_state_is_counted_with_the_cache(tiny_model: Callable[..., Path]) -> None:
+    """What the store's tensors take is what the plan says: keys of layers with attention only, states of the others."""
+    model = load_model(str(tiny_model("qwen3_next", num_hidden_layers=3)), CPU, torch.float32).model
+    size = plan_cache(model.config, torch.float32, CPU, 4, 128)
+    store = store_of(size, 6)
+    place = store.new(1, is_shared=False)
+    assert place.state is not None
+    of_token, of_state = (
+        sum(tensor[0].numel() * tensor.element_size() for tensors in shelf.tensors for tensor in tensors)
+        for shelf in (place.shelf, place.state.shelf)
+    )
+    of_token //= place.shelf.capacity
+    assert of_token == 4 * (2 * 1 * 2 * 16) + 2 * 6
+    assert of_state == 4 * 2 * (4 * 8 * 12 + 3 * (2 * 2 * 8 + 4 * 12))
+    assert size.state_tokens == -(-of_state // of_token)
+    assert store.num_tokens == place.shelf.capacity + size.state_tokens
+
+
+def test_all_responses_run_at_once_with_their_states(tiny_model: Callable[..., Path]) -> None:
+    model = load_model(str(tiny_model("qwen3_5_text")), CPU, torch.float32).model
+    for num_per_prompt in (1, 8):
+        size = plan_cache(model.config, torch.float32, CPU, 16, 100)
+        store = store_of(size, 0)
+        schedule = Schedule(store, 16, 512)
+        sequences = [
+            Sequence((2 + i // num_per_prompt, *range(3, 52)), SamplingParams(max_tokens=50), i, frozenset())
+            for i in range(16)
+        ]
+        schedule.add(sequences)
+        schedule.next()
+        assert len(schedule.running) == 16
+
+
+def test_what_the_engine_does_not_compute_is_refused(tiny_model: Callable[..., Path]) -> None:
+    model = load_model(str(tiny_model("qwen3_5_text")), CPU, torch.float32).model
+    with pytest.raises(ConfigError, match=r"of 'qwen3_5_text': exact mode .* is for models without linear attention"):
+        ModelStep(model, EXACT)
+    assert delta_net_of(load_model(str(tiny_model("llama")), CPU, torch.float32).model.config) is None
