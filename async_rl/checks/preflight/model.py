@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.checks.preflight.layout import require_layout
-from async_rl.checks.preflight.weight_files import HEAD, require_sizes, require_tied_head, stored_tensors
+from async_rl.checks.preflight.weight_files import HEAD, require_kinds, require_sizes, require_tied_head, stored_tensors
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
@@ -258,6 +258,7 @@ def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path
             f"{named} has its tensors under {IMAGES_PREFIX!r}, as a part of a model with images: {SAVE_TEXT}"
         )
     require_sizes(named, shape, tensors)
+    require_kinds(named, shape, tensors)
     is_policy = not any(name.startswith(VALUE_HEADS) for name in tensors)
     if HEAD not in tensors and not shape.tied and is_policy:
         raise ConfigError(

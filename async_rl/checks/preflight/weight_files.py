@@ -100,6 +100,26 @@ def require_sizes(named: str, shape: ModelShape, tensors: Mapping[str, StoredTen
         raise _other_sizes(named, said, f"an embedding of {list(table.shape)}")
 
 
+def require_kinds(named: str, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> None:
+    """Checks that the files have gated delta nets in the layers that the model's config.json says, and attention in the
+    others; for a model with such layers.
+
+    Raises:
+        ConfigError: a layer is of the other kind.
+    """
+    if shape.delta is None:
+        return
+    for name in tensors:
+        layer, _, rest = name.removeprefix(LAYERS).partition(".")
+        is_linear = rest.startswith("linear_attn.")
+        if not layer.isdecimal() or int(layer) >= shape.num_layers or not (is_linear or rest.startswith("self_attn.")):
+            continue
+        if is_linear != shape.has_delta(int(layer)):
+            said, stored = ("attention", "linear attention") if is_linear else ("linear attention", "attention")
+            said = f"{said} in layer {layer}, from 0, by layer_types or full_attention_interval"
+            raise _other_sizes(named, said, f"{stored} there")
+
+
 def _other_sizes(named: str, said: str, stored: str) -> ConfigError:
     return ConfigError(
         f"{named} has {said} in its config.json and {stored} in its safetensors files, which do not belong together: "

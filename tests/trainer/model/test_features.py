@@ -163,7 +163,8 @@ def test_a_flipped_key_is_held_or_refused_by_name(
             config.pop(by_layer, None)
     (path / "config.json").write_text(json.dumps(config))
     try:
-        require_supported(ModelFiles.find(str(path)))
+        # The files have the layers of before.
+        require_supported(ModelFiles.find(str(path)), is_whole=key != "layer_types")
     except ConfigError as error:
         of_rope = key in ("rope_parameters", "max_position_embeddings")
         assert key in str(error) or (of_rope and ("rope" in str(error) or "rotary" in str(error)))
@@ -232,6 +233,24 @@ def test_files_of_other_sizes_than_the_config_says_are_refused(
     (path / "config.json").write_text(json.dumps(config | {key: config[key] + value}))
     with pytest.raises(ConfigError, match=f"{key} = {config[key] + value}.* in its config.json and .*{stored}"):
         require_supported(ModelFiles.find(str(path)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_layers_of_another_kind_than_the_config_says_are_refused(family: str, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path, family, num_hidden_layers=4)
+    require_supported(ModelFiles.find(str(path)))
+    config = json.loads((path / "config.json").read_text())
+    for kinds, layer, said, stored in (
+        (["linear_attention"] * 3 + ["full_attention"], 1, "linear attention", "attention"),
+        (["full_attention"] * 4, 0, "attention", "linear attention"),
+        (None, 1, "linear attention", "attention"),
+    ):
+        changed = {key: value for key, value in config.items() if key != "layer_types"}
+        (path / "config.json").write_text(json.dumps(changed | ({"layer_types": kinds} if kinds else {})))
+        files = ModelFiles.find(str(path))
+        require_supported(files, is_whole=False)
+        with pytest.raises(ConfigError, match=f" has {said} in layer {layer}, .* and {stored} there in its"):
+            require_supported(files)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
