@@ -19,8 +19,9 @@ from async_rl.checks.preflight.layout import require_layout
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.method.types import Group
+from async_rl.shared.model_families import TABLE
 from async_rl.shared.model_parts import Experts
-from async_rl.shared.model_shape import ModelShape
+from async_rl.shared.model_shape import FAMILIES, ModelShape
 from tests.support.trainer.bf16_bound import bound, roundings
 from tests.support.trainer.layout_comparison import OneRank, compare, shares_of_bound
 from tests.support.trainer.layout_matrix import (
@@ -184,6 +185,18 @@ def test_ranks_that_share_rows_train_what_one_rank_trains_in_every_pair_of_setti
     candidates = (with_frozen_models(cases(num_ranks)), ragged_cases(num_ranks), expert_family_cases(num_ranks))
     shared = [[case for case in some if case.placement.context > 1] for some in candidates]
     compare({case for some in shared for case in cover_of(some)}, one_rank, tmp_path, timeout_s=1200)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "qwen3_next" else pytest.mark.nightly) for name in FAMILIES]
+)
+def test_bfloat16_of_every_family_stays_within_the_derived_bound(family: str, one_rank: OneRank) -> None:
+    experts = TABLE[family].experts is not None
+    case = Case(Placement(1, 1, 1, 1, 1), experts, False, False, "none", dtype="bfloat16", family=family)
+    trained = one_rank.train(one_rank.job(case))
+    (share,) = shares_of_bound(case, trained.path[-1], one_rank.expected(case).path).values()
+    print(f"{family}: {share:.2f} of the bound")
+    assert share <= 1
 
 
 @pytest.mark.nightly

@@ -38,11 +38,29 @@ ROUNDINGS_OF_EXPERTS = 5
 ROUNDINGS_AROUND_LAYERS = 3
 """Embedding, final norm, logits."""
 
+MORE_ROUNDINGS = {
+    # The norms of what both halves of a layer add; the scaled embedding.
+    "gemma3_text": (2, 1),
+    # Multipliers of what both halves add, and of embedding and logits.
+    "granite": (2, 2),
+    # Queries by their position.
+    "ministral3": (1, 0),
+    # Latents between two products; the sum with what all rows pass.
+    "deepseek_v3": (2, 0),
+    "glm4_moe": (1, 0),
+    # Of a gated delta net convolution, rule, norm and gate, which are one more than attention's; of attention its gate.
+    # The gate of what all rows pass, and the sum with that.
+    "qwen3_next": (3, 0),
+    "qwen3_5_text": (1, 0),
+}
+"""In each layer and around all, of families that have more."""
 
-def roundings(num_layers: int, experts: bool) -> int:
+
+def roundings(num_layers: int, experts: bool, family: str = "") -> int:
     """K, for forward and backward."""
-    per_layer = ROUNDINGS_PER_LAYER + ROUNDINGS_OF_EXPERTS * experts
-    return 2 * (num_layers * per_layer + ROUNDINGS_AROUND_LAYERS)
+    in_layer, around = MORE_ROUNDINGS.get(family, (0, 0))
+    per_layer = ROUNDINGS_PER_LAYER + ROUNDINGS_OF_EXPERTS * experts + in_layer
+    return 2 * (num_layers * per_layer + ROUNDINGS_AROUND_LAYERS + around)
 
 
 def bound(num_roundings: int, path: list[torch.Tensor]) -> float:

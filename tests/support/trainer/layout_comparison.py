@@ -91,16 +91,19 @@ class OneRank:
         """The result of one rank in float32: everything packed and nothing recomputed."""
         key = (self._checkpoint(case), case.reference, case.old_policy, case.critic, case.adapters)
         if key not in self.trained:
-            job = replace(self.job(case), layout={}, dtype="float32")
-            trainer = layout_worker.make_trainer(job, self.parallel, TrainerSection(micro_batch_tokens=PACKED_TOKENS))
-            trained = Trained({"steps": [], "rows": [], "scores": []}, [copy_of_weights(trainer)])
-            for batch in job.batches:
-                report = layout_worker.run(replace(job, batches=[batch]), trainer, replica=0, num_replicas=1)
-                for name, entries in report.items():
-                    trained.report[name] += entries
-                trained.path.append(copy_of_weights(trainer))
-            self.trained[key] = trained
+            self.trained[key] = self.train(replace(self.job(case), dtype="float32"))
         return self.trained[key]
+
+    def train(self, job: Job) -> Trained:
+        """What one rank makes of a job, whatever its layout is."""
+        trainer = layout_worker.make_trainer(job, self.parallel, TrainerSection(micro_batch_tokens=PACKED_TOKENS))
+        trained = Trained({"steps": [], "rows": [], "scores": []}, [copy_of_weights(trainer)])
+        for batch in job.batches:
+            report = layout_worker.run(replace(job, batches=[batch]), trainer, replica=0, num_replicas=1)
+            for name, entries in report.items():
+                trained.report[name] += entries
+            trained.path.append(copy_of_weights(trainer))
+        return trained
 
     def _checkpoint(self, case: Case) -> Path:
         """The case's model; for bfloat16 one whose weights bfloat16 represents exactly."""
@@ -247,7 +250,7 @@ def shares_of_bound(
     case: Case, weights: dict[str, torch.Tensor], path: list[dict[str, torch.Tensor]]
 ) -> dict[str, float]:
     """The share of the derived bound that a case in bfloat16 uses: the maximum over its weights."""
-    num_roundings = roundings(dict(case.model[2])["num_hidden_layers"], case.experts)
+    num_roundings = roundings(dict(case.model[2])["num_hidden_layers"], case.experts, case.family)
     shares = [
         float((tensor.float() - path[-1][name]).norm()) / bound(num_roundings, [weights[name] for weights in path])
         for name, tensor in weights.items()

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
+from tests.support.tiny_model import FAMILIES
+
 SPLIT_TOKENS, PACKED_TOKENS = 14, 10_000
 """`trainer.micro_batch_tokens`: less than the longest of the ragged groups, so that it is split, and more than all."""
 
@@ -114,9 +116,10 @@ LARGER = {
 """Placements whose kind needs more ranks; compared under a pairwise cover of the other settings."""
 
 
+DEEPSEEKS = ("deepseek_v3", "glm4_moe")
 OTHER_FAMILIES = ("granite", "ministral3", "qwen3_5_text")
 DELTA_NETS = ("qwen3_next", "qwen3_5")
-WITH_EXPERTS = ("deepseek_v3", "glm4_moe", "qwen3_next")
+WITH_EXPERTS = (*DEEPSEEKS, "qwen3_next")
 """Those with operations that the families of `cases` do not have, and of which a layout might make something else."""
 
 OTHER_NORMS = ("olmo2", "olmo3", "gemma3_text")
@@ -217,9 +220,11 @@ def _sizes(case: Case) -> dict[str, int]:
         sizes |= {"linear_num_key_heads": place.tensor, "linear_num_value_heads": 2 * place.tensor}
     if case.experts and not case.family:
         sizes["num_experts"] = max(6 if thirds else 4, place.expert)
-        if case.dtype == "bfloat16":
-            # The choice of experts is discontinuous, so rounding can change it: here all experts are used.
-            sizes["num_experts_per_tok"] = sizes["num_experts"]
+    if case.experts and case.dtype == "bfloat16":
+        # The choice of experts is discontinuous, so rounding can change it: here all experts are used.
+        sizes |= {"n_group": 1, "topk_group": 1} if case.family in DEEPSEEKS else {}
+        own = FAMILIES[case.family][1] if case.family else sizes
+        sizes["num_experts_per_tok"] = int(str(own["n_routed_experts" if case.family in DEEPSEEKS else "num_experts"]))
     return sizes
 
 
