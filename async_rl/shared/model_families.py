@@ -71,6 +71,7 @@ class Family:
         scales_queries: multiplies queries by a logarithm of their position, as Llama 4 does.
         experts: "qwen" has Qwen3-MoE's, in every layer, "qwen_shared" also one that all tokens pass, through a gate;
             "deepseek" has DeepSeek-V3's, after the first layers.
+        renormalizes: the weights of a token's experts sum to 1 whatever norm_topk_prob is.
         delta: has gated delta nets in place of attention in most layers: "by_head" has their projections in two tensors
             that are ordered by key head, "apart" those of each kind apart.
         has_latents: has multi-head latent attention.
@@ -101,6 +102,7 @@ class Family:
     multiplies: bool = False
     scales_queries: bool = False
     experts: Literal["qwen", "qwen_shared", "deepseek"] | None = None
+    renormalizes: bool = False
     delta: Literal["by_head", "apart"] | None = None
     has_latents: bool = False
     rotary_share: float | None = None
@@ -213,6 +215,18 @@ TABLE: Final[Mapping[str, Family]] = {
         rotary_share=0.25,
         rope_ignored=frozenset({"mrope_section", "mrope_interleaved"}),
     ),
+    "qwen3_5_moe_text": Family(
+        head_dim=256,
+        kv_heads=2,
+        features=frozenset({QK_NORM, OUT_GATE}),
+        norm_offset=1.0,
+        features_of=_ATTENTION,
+        experts="qwen_shared",
+        renormalizes=True,
+        delta="apart",
+        rotary_share=0.25,
+        rope_ignored=frozenset({"mrope_section", "mrope_interleaved"}),
+    ),
     "olmo2": Family(norm_eps=1e-5, features=frozenset({JOINT_QK_NORM}), features_of=_ATTENTION, norms=NORMS_AFTER),
     "olmo3": Family(
         norm_eps=1e-5,
@@ -245,7 +259,7 @@ TABLE: Final[Mapping[str, Family]] = {
 SAME_AS: Final = {"kimi_k2": "deepseek_v3"}
 """Names that checkpoints give to another family's architecture."""
 
-BESIDE_IMAGES: Final = {"qwen3_5": "qwen3_5_text"}
+BESIDE_IMAGES: Final = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Names of models with images whose text model transformers saves alone, as one of `TABLE`."""
 SAVE_TEXT: Final = (
     "save its text model with transformers, AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., "

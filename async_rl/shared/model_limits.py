@@ -36,10 +36,13 @@ def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
         yield "attn_output_gate false", "true"
     if traits.experts in ("qwen", "qwen_shared"):
         yield from _of_experts(config)
-    is_renormalized = traits.experts and config.get("norm_topk_prob", traits.experts != "qwen")
+    is_renormalized = traits.experts and (traits.renormalizes or config.get("norm_topk_prob", traits.experts != "qwen"))
     if is_renormalized and config.get("num_experts_per_tok") == 1:
         # The only weight would always be 1, and the router would get no gradient.
-        yield "num_experts_per_tok 1 with norm_topk_prob true", "norm_topk_prob false"
+        if traits.renormalizes:
+            yield "num_experts_per_tok 1", "a number from 2"
+        else:
+            yield "num_experts_per_tok 1 with norm_topk_prob true", "norm_topk_prob false"
     if traits.experts == "deepseek":
         for name, value in DEEPSEEKS.items():
             if config.get(name, value) != value:

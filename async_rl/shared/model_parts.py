@@ -227,7 +227,7 @@ def read_experts(config: Mapping[str, Any], traits: Family, size: Callable[..., 
     num_experts, top_k = size(first_name, "num_local_experts"), size("num_experts_per_tok")
     if top_k > num_experts:
         raise damaged(named, "num_experts_per_tok", top_k, f"at most its {num_experts} experts")
-    is_renormalized = flag(named, "norm_topk_prob", config, default=traits.experts != "qwen")
+    is_renormalized = flag(named, "norm_topk_prob", config, default=traits.experts != "qwen") or traits.renormalizes
     experts = Experts(num_experts, top_k, size("moe_intermediate_size"), is_renormalized)
     if traits.experts == "qwen_shared":
         return replace(experts, shared_size=size("shared_expert_intermediate_size", default=512), gates_shared=True)

@@ -136,12 +136,15 @@ class ModelShape:
         rotary_share = read_rotary_share(config, rope, traits)
         _require_pairs(latents.rope_dim if latents else int(head_dim * rotary_share), latents, named)
         unrotated = _unrotated_layers(config, size("num_hidden_layers"), named)
+        experts = read_experts(config, traits, size, named)
+        # A model whose layers all have experts may say nothing of dense ones.
+        dense_size = experts.ffn_size if experts is not None and not experts.num_dense else None
         windowed = windowed_layers(config, traits, size("num_hidden_layers"), unrotated)
         return cls(
             family=family,
             num_layers=size("num_hidden_layers"),
             hidden_size=hidden,
-            ffn_size=size("intermediate_size"),
+            ffn_size=size("intermediate_size", default=dense_size),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -150,7 +153,7 @@ class ModelShape:
             rope_theta=positive(named, "rope_theta", theta),
             rope=read_rope(config, rope, named),
             tied=flag(named, "tie_word_embeddings", config, default=traits.tied),
-            experts=read_experts(config, traits, size, named),
+            experts=experts,
             latents=latents,
             delta=read_delta(config, size, named) if traits.delta else None,
             rotary_share=rotary_share,

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -111,6 +112,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     ),
     "qwen3_next": (Qwen3NextConfig, {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 20}),
     "qwen3_5_text": (Qwen3_5TextConfig, DELTA),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 20}),
     "gemma3_text": (
         Gemma3TextConfig,
         {"head_dim": 16, "sliding_window": 5, "layer_types": KINDS, "query_pre_attn_scalar": 20},

@@ -2,7 +2,9 @@
 
 import json
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from trainer.model.gpt import RankModel
 
 SCALES = "_scale_inv"
 """What follows the name of a tensor in fp8 in that of its scales."""
+
+STACKED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Tensors that have the matrices of all experts of a layer, and what each has of an expert."""
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -102,7 +107,45 @@ def _open_tensors(checkpoint: Path, stack: ExitStack) -> dict[str, Any]:
                 f"checkpoint {str(checkpoint)!r}: {name} is damaged, or was copied only in part: {error}; copy it again"
             ) from error
         opened.update(dict.fromkeys(file.keys(), file))
-    return opened
+    return _by_expert(opened)
+
+
+@dataclass(frozen=True, slots=True)
+class _OneExpert:
+    """An expert's matrix in a tensor with those of all experts, [experts, rows, columns], as transformers has them in
+    memory, and saves them without `save_original_format`: what an open file has of a tensor."""
+
+    stored: Any
+    expert: int
+    rows: range
+
+    def get_slice(self, name: str) -> "_OneExpert":
+        return self
+
+    def get_shape(self) -> list[int]:
+        return [len(self.rows), self.stored.get_shape()[2]]
+
+    def __getitem__(self, at: tuple[slice, slice]) -> torch.Tensor:
+        rows = self.rows[at[0]]
+        part: torch.Tensor = self.stored[self.expert : self.expert + 1, rows.start : rows.stop, at[1]]
+        return part[0]
+
+
+def _by_expert(opened: dict[str, Any]) -> dict[str, Any]:
+    """Each expert under a name of its own, as most checkpoints have them."""
+    found: dict[str, Any] = {}
+    for name, file in opened.items():
+        layer, _, kind = name.partition(".experts.")
+        parts = STACKED_EXPERTS.get(kind, ())
+        shape = file.get_slice(name).get_shape() if parts else []
+        if len(shape) != 3:
+            found[name] = file
+            continue
+        size = shape[1] // len(parts)
+        for expert, (i, part) in product(range(shape[0]), enumerate(parts)):
+            one = _OneExpert(file.get_slice(name), expert, range(i * size, (i + 1) * size))
+            found[f"{layer}.experts.{expert}.{part}.weight"] = one
+    return found
 
 
 def _check_names_and_shapes(

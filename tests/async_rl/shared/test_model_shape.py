@@ -22,6 +22,7 @@ from transformers import (
     Olmo3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -52,6 +53,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "glm4_moe": Glm4MoeConfig,
     "qwen3_next": Qwen3NextConfig,
     "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
     "gemma3_text": Gemma3TextConfig,
@@ -103,6 +105,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
         "glm4_moe": {**DEEPSEEKS_EXPERTS, "n_group": 2},
         "qwen3_next": {**EXPERTS, **DELTA_HEADS, "shared_expert_intermediate_size": 20},
         "qwen3_5_text": DELTA_HEADS,
+        "qwen3_5_moe_text": {**EXPERTS, **DELTA_HEADS, "shared_expert_intermediate_size": 20},
     }.get(family, {})
     return {**SIZES, **own, "model_type": family, **changes}
 
@@ -134,6 +137,17 @@ def test_what_a_config_leaves_out_is_as_in_transformers(family: str) -> None:
     saved = AutoConfig.for_model(**config).to_dict()
     assert saved.keys() > {"rms_norm_eps", "rope_parameters", "tie_word_embeddings"} and "rms_norm_eps" not in config
     assert ModelShape.of_config(config, "here") == ModelShape.of_config(saved, "here")
+
+
+def test_a_model_with_experts_in_every_layer_needs_no_size_of_dense_ones() -> None:
+    """As Qwen3.5's have none; and weights of experts that transformers always makes sum to 1 have no key."""
+    config = config_of("qwen3_5_moe_text", norm_topk_prob=False)
+    del config["intermediate_size"]
+    shape = ModelShape.of_config(config, "here")
+    assert shape.num_parameters == num_parameters(config)
+    assert shape.experts is not None and shape.experts.renormalized
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok 1 in its .*: expected a number from 2"):
+        ModelShape.of_config({**config, "num_experts_per_tok": 1}, "here")
 
 
 def test_rope_is_read_under_the_names_of_older_releases() -> None:
@@ -268,7 +282,10 @@ def test_a_value_that_transformers_cannot_compute_with_is_refused(
 @settings(max_examples=20)
 @given(
     st.sampled_from(
-        sorted(CONFIGS.keys() - {"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "olmo3", "gemma3_text"})
+        sorted(
+            CONFIGS.keys()
+            - {"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo3", "gemma3_text"}
+        )
     ),
     st.booleans(),
     st.data(),

@@ -52,6 +52,7 @@ MORE_ROUNDINGS = {
     # The gate of what all rows pass, and the sum with that.
     "qwen3_next": (3, 0),
     "qwen3_5_text": (1, 0),
+    "qwen3_5_moe_text": (3, 0),
 }
 """In each layer and around all, of families that have more."""
 

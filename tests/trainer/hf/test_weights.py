@@ -221,3 +221,21 @@ def test_layers_that_are_not_for_multi_token_prediction_are_not_left_out(
         require_supported(ModelFiles.find(str(source)))
     with pytest.raises(ConfigError, match=r"layers\.3\.eh_proj\.weight', which the trainer has no place for"):
         make_trainer(source)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "glm4_moe"])
+def test_experts_in_one_tensor_of_a_layer_are_read_one_by_one(
+    family: str, tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    """As transformers saves them without the original names, which the text of a model with images needs."""
+    source = tiny_model(family)
+    stacked = Path(shutil.copytree(source, tmp_path / "stacked"))
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(stacked, save_original_format=False)
+    names = load_file(stacked / WEIGHTS).keys()
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in names) and not any(
+        ".0.up_proj" in n for n in names
+    )
+    require_supported(ModelFiles.find(str(stacked)))
+    whole = load_file(source / WEIGHTS)
+    for spec, tensor in make_trainer(stacked).export.stream():
+        assert torch.equal(tensor, whole[spec.name]), spec.name
