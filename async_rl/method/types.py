@@ -92,7 +92,7 @@ class Response:
     tokens) for each run of turns of one instance, in a response of several turns.
 
     `routes` are those of its tokens but the last, as the instance that finished it computed them, where
-    `train.router_replay` asks for them; the prompt's are `prompt_routes` of the group's first response.
+    `train.router_replay` asks for them; a prompt's are `prompt_routes` of the group's first response that follows it.
 
     Tokens and log-probs given as other sequences become arrays.
     """

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.chat_tokenizer import make_chat_model
 from tests.support.local_run import Run
+from tests.support.rollout_program import use_program
 
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
@@ -16,10 +18,13 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_experts": 16, "num_expe
 SETTINGS = ("--model.dtype=bfloat16", "--train.iterations=2", "--optimizer.learning_rate=1e-4", "--run.seed=7")
 
 
-def gaps(path: Path, model: Path, *words: str) -> list[dict[str, Any]]:
+def gaps(path: Path, model: Path, *words: str, has_turns: bool = False) -> list[dict[str, Any]]:
     """The statistics of trainer's less rollout's log-probs, of each iteration."""
     path.mkdir()
-    run = Run(path, model).train(*SETTINGS, *words)
+    run = Run(path, model)
+    if has_turns:
+        use_program(run, model, path)
+    run.train(*SETTINGS, *words)
     proofs = run.lines("ledger.jsonl")
     assert len(proofs) == 2 and all(proof["on_policy"] for proof in proofs)
     assert all(proof["num_response_tokens"] > 300 for proof in proofs)
@@ -35,3 +40,12 @@ def test_log_probs_are_closer_to_the_engines_along_its_routes(tmp_path: Path, ti
         print(name, found)
     worst = max(each["rms"] for each in (*replayed, *split))
     assert worst < 0.5 * min(each["rms"] for each in own)
+
+
+def test_turns_and_branches_have_the_routes_of_their_last_turn(tmp_path: Path) -> None:
+    model = make_chat_model(tmp_path / "chat", "qwen3_moe", **SIZES)
+    own = gaps(tmp_path / "own", model, has_turns=True)
+    replayed = gaps(tmp_path / "replayed", model, "--train.router_replay=true", has_turns=True)
+    for name, found in {"own routes": own, "replayed": replayed}.items():
+        print(name, found)
+    assert max(each["rms"] for each in replayed) < 0.5 * min(each["rms"] for each in own)

@@ -33,8 +33,8 @@ def make_chat_tokenizer(path: Path, *, template: Any = TEMPLATE) -> Any:
     return tokenizer
 
 
-def make_chat_model(path: Path, family: str = "qwen3") -> Path:
+def make_chat_model(path: Path, family: str = "qwen3", **size: int) -> Path:
     """A tiny model at `path` with this tokenizer."""
-    make_tiny_model(path, family, tied=True, vocab_size=128, max_position_embeddings=1024)
+    make_tiny_model(path, family, tied=True, vocab_size=128, max_position_embeddings=1024, **size)
     make_chat_tokenizer(path)
     return path

@@ -240,8 +240,11 @@ def _own_labels(whole: _LabelLists, own: range, shift: int, *, has_first: bool =
 
 
 def _prompt_routes(part: GroupSlice) -> ExpertIds | None:
-    """The group's first response has them: they are computed once."""
-    return part.group.responses[0].prompt_routes
+    """The group's first response that follows the prompt has them: they are computed once."""
+    responses = part.group.responses
+    if responses[0].routes is None:
+        return None
+    return responses[part.group.responses_by_prompt[part.prompt][0]].prompt_routes
 
 
 def _routes(

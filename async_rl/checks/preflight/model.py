@@ -430,11 +430,6 @@ def require_router_replay(config: Config, files: ModelFiles) -> None:
         raise ConfigError(
             f"train.router_replay is for models with experts, and {files.named} has none: set it to false"
         )
-    if config.rollout.program != SINGLE_TURN:
-        raise ConfigError(
-            f"train.router_replay is for rollouts of a single turn, and rollout.program is {config.rollout.program!r}: "
-            "set it to false"
-        )
     starts_vllm = config.inference.engine == "vllm" and not config.pool.instances
     if starts_vllm and ROUTES_OPTION not in config.inference.engine_options:
         raise ConfigError(

@@ -8,7 +8,7 @@ its turns, and gets a reward like any other.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,8 @@ from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
 from async_rl.config.sections import Config
 from async_rl.errors import InstanceRefused, PromptFailed, RolloutFailed
 from async_rl.method.seeds import evaluation_rollout_seed, rollout_seed
-from async_rl.method.types import Group, Prompt, RewardParts, Scores, WeightVersion
+from async_rl.method.token_arrays import TokenIds
+from async_rl.method.types import Group, Prompt, Response, RewardParts, Scores, WeightVersion
 from async_rl.rollouts.agents.program import Program, ProgramFailed, ProgramInterrupted, ProgramPrompt
 from async_rl.rollouts.agents.rendering import make_renderer
 from async_rl.rollouts.agents.rollout_figures import RolloutFigures
@@ -116,6 +117,7 @@ def make_group_maker(
     return make_program_rollouts(
         *(rollout, config.prompts, seed, config.model.path, pool, tokenizer, reward),
         program=program,
+        router_replay=config.train.router_replay,
     )
 
 
@@ -129,16 +131,29 @@ def make_program_rollouts(
     reward: Reward,
     *,
     program: Program,
+    router_replay: bool = False,
 ) -> "ProgramGroupMaker":
-    """The rollouts that `program` runs.
+    """The rollouts that `program` runs; with `router_replay` instances report the experts of each token.
 
     Raises:
         ConfigError: there is no renderer for its messages.
     """
     ends = pool.model_tokens.end_token_ids if pool.model_tokens is not None else ()
     renderer = make_renderer(rollout.renderer, tokenizer, model_path, ends, prompts.template_arguments)
-    sessions = Sessions(pool, tokenizer, renderer, rollout, max_letters=max_letters_of(tokenizer))
+    letters = max_letters_of(tokenizer)
+    sessions = Sessions(pool, tokenizer, renderer, rollout, max_letters=letters, router_replay=router_replay)
     return ProgramGroupMaker(program, sessions, reward, rollout, prompts, seed)
+
+
+def _with_routes_of_each_prompt_once(responses: Iterable[Response]) -> tuple[Response, ...]:
+    """A prompt's routes stay with the first response that follows it: the trainer computes it once."""
+    found: list[Response] = []
+    met: set[TokenIds | None] = set()
+    for response in responses:
+        is_known = response.prompt_routes is not None and response.prompt_ids in met
+        found.append(replace(response, prompt_routes=None) if is_known else response)
+        met.add(response.prompt_ids)
+    return tuple(found)
 
 
 def pause_before(attempt: int) -> float:
@@ -205,7 +220,9 @@ class ProgramGroupMaker:
             iteration=iteration,
             index=index,
             prompt=prompt,
-            responses=tuple(response for trajectory in trajectories for response in trajectory.responses),
+            responses=_with_routes_of_each_prompt_once(
+                response for trajectory in trajectories for response in trajectory.responses
+            ),
             rewards=scores.rewards,
             reward_parts=scores.parts,
             reward_metrics=scores.metrics,
@@ -232,7 +249,8 @@ class ProgramGroupMaker:
             for number in range(of_set.num_samples)
         ]
         rollout = self._rollout.model_copy(update={"temperature": of_set.temperature})
-        sessions = replace(self._sessions, rollout=rollout, truncation=Truncation(of_set.top_p, of_set.top_k))
+        truncation = Truncation(of_set.top_p, of_set.top_k)
+        sessions = replace(self._sessions, rollout=rollout, truncation=truncation, router_replay=False)
         finished, scores = await self._roll_out_all(places, sessions, float(self._rollout.max_response_tokens))
         return [each.trajectory for each in finished], scores
 
@@ -321,7 +339,8 @@ class ProgramGroupMaker:
         if all(trajectory.reward is not None for trajectory in trajectories):
             scores: Sequence[float | None] = [None] * len(trajectories)
         elif not isinstance(self._reward, NoReward):
-            given = await self._reward.score(places[0].prompt, [trajectory.last for trajectory in trajectories])
+            last = [replace(trajectory.last, routes=None, prompt_routes=None) for trajectory in trajectories]
+            given = await self._reward.score(places[0].prompt, last)
             scores = given.rewards
             if all(trajectory.reward is None for trajectory in trajectories):
                 parts, metrics = given.parts, given.metrics

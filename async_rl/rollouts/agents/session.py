@@ -67,6 +67,8 @@ class Sessions:
     truncation: Truncation = ALL_TOKENS
     max_letters: int | None = None
     """See `max_letters_of`; with None messages of any length are rendered."""
+    router_replay: bool = False
+    """Whether instances report the experts of each token of a turn, and of what is before it."""
 
     def open(
         self,
@@ -314,6 +316,7 @@ class RolloutSession:
             seed=turn_seed(self._seed, generation.digest, generation.occurrence),
             num_continued=len(context) - len(base),
             truncation=shared.truncation,
+            routed_experts=shared.router_replay,
         )
         asked = generation.digest, generation.occurrence, generation.max_tokens, generation.stop, renders, len(base)
         if asked in self._sampled:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.token_arrays import ExpertIds, Logprobs, TokenIds
 from async_rl.method.types import Response, WeightSpan
 from async_rl.rollouts.agents.messages import Message, MessageKey, Tool, key_of, key_of_tools, normalized, num_bytes_of
 from async_rl.rollouts.agents.rendering import Renderer
@@ -226,6 +226,7 @@ def _response(path: Sequence[TurnNode], new: Sequence[TurnNode], prompt_ids: Tok
     # The trainer knows sampled ranges by the observed ones between them; turns without a token between them are one.
     edges = [0, *(edge for start_end in sampled for edge in start_end)]
     observed = tuple((start, end) for start, end in zip(edges[::2], edges[1::2], strict=False) if start < end)
+    prompt_routes, routes = _routes(leaf, len(base))
     return Response(
         token_ids=token_ids,
         logprobs=Logprobs.joined(node.response.logprobs for node in new),
@@ -238,7 +239,20 @@ def _response(path: Sequence[TurnNode], new: Sequence[TurnNode], prompt_ids: Tok
         num_resampled=sum(node.response.num_resampled for node in new),
         observed=observed,
         prompt_ids=None if base == prompt_ids else base,
+        routes=routes,
+        prompt_routes=prompt_routes,
     )
+
+
+def _routes(leaf: TurnNode, num_base: int) -> tuple[ExpertIds | None, ExpertIds | None]:
+    """Those of the base's tokens, and of all after it but the last: as the leaf's instance had them, for all of its
+    path."""
+    before, own = leaf.response.prompt_routes, leaf.response.routes
+    if before is None or own is None:
+        return None, None
+    whole = ExpertIds.joined([before, own])
+    of_base = num_base * (len(whole) // (leaf.end - 1))
+    return whole[:of_base], whole[of_base:]
 
 
 def _joined(path: Sequence[TurnNode]) -> TokenIds:

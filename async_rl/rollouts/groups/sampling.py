@@ -79,6 +79,7 @@ def turn_sampling(
     seed: int,
     num_continued: int,
     truncation: Truncation,
+    routed_experts: bool = False,
 ) -> SamplingParams:
     """The request for a turn of a program's rollout; the prompt's last `num_continued` tokens are the turn's first."""
     return SamplingParams(
@@ -92,6 +93,7 @@ def turn_sampling(
         logprobs=0,
         is_turn=True,
         num_continued=num_continued or None,
+        routed_experts=routed_experts or None,
     )
 
 
@@ -129,7 +131,7 @@ def until_stop(response: Response, stop: Sequence[str], decode: Decode) -> Respo
         return response
     length = bisect.bisect_left(range(len(response.token_ids)), True, key=has_stop)
     routes = response.routes
-    if routes is not None:
+    if routes is not None and length < len(response.token_ids):
         routes = routes[: len(routes) // (len(response.token_ids) - 1) * (length - 1)]
     return replace(
         response,

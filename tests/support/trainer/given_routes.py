@@ -26,7 +26,8 @@ def with_random_routes(groups: Sequence[Group], shape: ModelShape, rng: random.R
 
     def one(group: Group) -> Group:
         responses = [replace(response, routes=drawn(len(response.token_ids) - 1)) for response in group.responses]
-        responses[0] = replace(responses[0], prompt_routes=drawn(len(group.prompt.token_ids)))
+        for prompt, (first, *_) in group.responses_by_prompt.items():
+            responses[first] = replace(responses[first], prompt_routes=drawn(len(prompt)))
         return replace(group, responses=tuple(responses))
 
     return [one(group) for group in groups]
@@ -35,7 +36,8 @@ def with_random_routes(groups: Sequence[Group], shape: ModelShape, rng: random.R
 def routes_of(group: Group, number: int, shape: ModelShape) -> torch.Tensor:
     """The routes of prompt and response `number` as one sequence, [rows, layers, k]."""
     assert shape.experts is not None
-    parts = (group.responses[0].prompt_routes, group.responses[number].routes)
+    (first,) = (indices[0] for indices in group.responses_by_prompt.values() if number in indices)
+    parts = (group.responses[first].prompt_routes, group.responses[number].routes)
     flat = torch.tensor([expert for part in parts if part is not None for expert in part])
     return flat.view(-1, shape.num_layers, shape.experts.top_k)
 

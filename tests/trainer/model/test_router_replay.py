@@ -22,6 +22,7 @@ from tests.support.trainer.layout_comparison import copy_of_weights, deviation, 
 from tests.support.trainer.layout_worker import Job, make_trainer, run
 from tests.trainer.conftest import by_checkpoint_name
 from tests.trainer.test_forward_backward import Policy, hf_gradients_of, load, weighted
+from trainer.batching.group_slice import slices_of
 from trainer.batching.packing import pack
 from trainer.forward_backward import PackedPass, TwoStagePass, make_passes
 from trainer.parallel import Parallel
@@ -38,10 +39,10 @@ def in_transformers(
     settings = {"dtype": torch.float64, "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(path, **settings)
     logprobs = []
-    for group in groups:
-        for number, response in enumerate(group.responses):
-            with following(model, routes_of(group, number, shape)):
-                logprobs.append(sample_logprobs(model, group, response, TEMPERATURE))
+    for part in slices_of(groups):
+        for number in part.indices:
+            with following(model, routes_of(part.group, number, shape)):
+                logprobs.append(sample_logprobs(model, part.group, part.group.responses[number], TEMPERATURE))
     whole = torch.cat(logprobs)
     weighted(whole, 0).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -60,9 +61,25 @@ def test_log_probs_and_gradients_along_given_routes_equal_transformers(
     ragged_groups: list[Group],
     rng: random.Random,
 ) -> None:
-    path = tiny_model(family)
+    groups = with_random_routes(ragged_groups, read_shape(tiny_model(family)), rng)
+    require_equal(tiny_model(family), groups, max_tokens, recompute, parallel)
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 6])
+def test_turns_and_branches_with_prompts_of_their_own_follow_their_own_routes(
+    max_tokens: int,
+    tiny_model: Callable[..., Path],
+    parallel: Parallel,
+    rollout_groups: list[Group],
+    rng: random.Random,
+) -> None:
+    assert any(len(group.responses_by_prompt) > 1 for group in rollout_groups)
+    groups = with_random_routes(rollout_groups, read_shape(tiny_model("qwen3_moe")), rng)
+    require_equal(tiny_model("qwen3_moe"), groups, max_tokens, "selective", parallel)
+
+
+def require_equal(path: Path, groups: list[Group], max_tokens: int, recompute: str, parallel: Parallel) -> None:
     shape = read_shape(path)
-    groups = with_random_routes(ragged_groups, shape, rng)
     model = load(path, torch.float32, recompute, parallel)
     model.replays = True
     passes = make_passes(pack(groups, max_tokens), parallel, TEMPERATURE, max_tokens)

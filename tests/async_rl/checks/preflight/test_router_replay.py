@@ -28,7 +28,6 @@ def config_of(router_replay: bool, **sections: dict[str, Any]) -> Config:
     ("sections", "family", "message"),
     [
         ({}, "qwen3", "is for models with experts, and model.path .* has none: set it to false"),
-        ({"rollout": {"program": "command:agent"}}, "qwen3_moe", "single turn, and rollout.program is 'command:agent'"),
         ({"inference": VLLM}, "qwen3_moe", 'add "--enable-return-routed-experts" to inference.engine_options'),
     ],
 )
@@ -45,5 +44,6 @@ def test_what_has_no_routes_is_refused(
 def test_models_with_experts_have_routes(family: str, tiny_model: Callable[..., Path]) -> None:
     files = ModelFiles.find(str(tiny_model(family)))
     require_router_replay(config_of(True), files)
+    require_router_replay(config_of(True, rollout={"program": "command:agent"}), files)
     require_router_replay(config_of(True, inference=VLLM | OPTION), files)
     require_router_replay(config_of(True, inference=VLLM, pool={"instances": ["http://a:1"]}), files)

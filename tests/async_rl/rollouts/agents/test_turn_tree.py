@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from async_rl.method.token_arrays import ExpertIds
 from async_rl.method.types import Response, WeightSpan
 from async_rl.rollouts.agents.known_rendering import make_known_renderer
 from async_rl.rollouts.agents.messages import InvalidRequest, normalized
@@ -29,9 +31,16 @@ def renderer(request: pytest.FixtureRequest, tokenizer: Any) -> Renderer:
     return make_renderer(request.param, tokenizer, "a model")
 
 
-def response(token_ids: Sequence[int], version: str = "v1") -> Response:
-    """The log-prob of each token tells which token it is of."""
-    return make_response(token_ids, logprobs=[-float(token) for token in token_ids], version=version)
+def response(token_ids: Sequence[int], version: str = "v1", context: Sequence[int] | None = None) -> Response:
+    """The log-prob of each token tells which token it is of; with its context, so do both routes of each row, as its
+    instance has them."""
+    made = make_response(token_ids, logprobs=[-float(token) for token in token_ids], version=version)
+    if context is None:
+        return made
+    rows = [
+        ExpertIds([each for token in tokens for each in (token, token + 1)]) for tokens in (context, token_ids[:-1])
+    ]
+    return replace(made, prompt_routes=rows[0], routes=rows[1])
 
 
 class Account:
@@ -79,11 +88,23 @@ def test_any_tree_of_token_turns_is_labelled_once_and_exactly() -> None:
             context = chance.choice(contexts)
             # Unique tokens, so that a turn can be told from any other.
             sampled = tuple(next(numbers) for _ in range(chance.randrange(1, 4)))
-            turn_tree.add(TurnContext(context), response(sampled))
+            turn_tree.add(TurnContext(context), response(sampled, context=context))
             account.turns.append((context, sampled))
             whole = context + sampled
             contexts += [whole, (*whole, chance.randrange(5)), (*whole, 1, 2), whole[:-1]]
-        account.check(turn_tree.responses(prompt), prompt)
+        responses = turn_tree.responses(prompt)
+        account.check(responses, prompt)
+        for each in responses:
+            tokens = prompt if each.prompt_ids is None else each.prompt_ids
+            for rows, routes in ((tokens, each.prompt_routes), (each.token_ids[:-1], each.routes)):
+                assert routes is not None and routes.tolist() == [x for token in rows for x in (token, token + 1)]
+
+
+def test_without_reported_routes_there_are_none() -> None:
+    turn_tree = TurnTree(None)  # type: ignore[arg-type]
+    turn_tree.add(TurnContext((1, 2)), response((3,)))
+    (whole,) = turn_tree.responses((1,))
+    assert whole.routes is None and whole.prompt_routes is None
 
 
 def test_the_order_in_which_turns_arrive_does_not_matter() -> None:

@@ -1,6 +1,7 @@
 """Where responses end: by the run, by the part, by the row; and nothing beyond it is kept."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config.rollout_section import RolloutSection
+from async_rl.method.token_arrays import ExpertIds
 from async_rl.method.types import Prompt, Response, WeightSpan
 from async_rl.rollouts.groups.sampling import Truncation, single_turn_sampling, until_stop, with_text
 from async_rl.rollouts.instance.dialect import completion_request, generate_request
@@ -54,6 +56,10 @@ def test_a_response_ends_with_the_token_that_completes_the_text() -> None:
     (cut,) = with_text([response(0, 1, 2, 3, 4)], ["zz", "cd"], decode)
     assert (cut.token_ids, cut.logprobs, cut.text) == ((0, 1, 2, 3), (0.0, -1.0, -2.0, -3.0), "abcd")
     assert cut.finish_reason == "stop" and cut.weight_versions == {"v"}
+    routed = replace(response(0, 1, 2, 3), routes=ExpertIds([4, 4, 5, 5, 6, 6]))
+    assert until_stop(routed, ["bc"], decode).routes == ExpertIds([4, 4, 5, 5])
+    single = replace(response(0), routes=ExpertIds())
+    assert until_stop(single, ["a"], decode).routes == ExpertIds()
     whole = response(0, 1, 2)
     assert until_stop(whole, ["ba"], decode) is whole and until_stop(whole, [], decode) is whole
 
