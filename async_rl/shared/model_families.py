@@ -30,6 +30,9 @@ GELU: Final = ("gelu_pytorch_tanh",)
 OUT_GATE = "out_gate"
 """Gates of attention's output, made with the queries."""
 
+SINKS = "sinks"
+"""A learned logit per query head that joins the softmax's denominator, as a key without a value."""
+
 ORIGINAL: Final = "original_max_position_embeddings"
 QUERY_BETA: Final = "llama_4_scaling_beta"
 
@@ -70,7 +73,7 @@ class Family:
         multiplies: has Granite's four multipliers.
         scales_queries: multiplies queries by a logarithm of their position, as Llama 4 does.
         experts: "qwen" has Qwen3-MoE's, in every layer, "qwen_shared" also one that all tokens pass, through a gate;
-            "deepseek" has DeepSeek-V3's, after the first layers.
+            "deepseek" has DeepSeek-V3's, after the first layers; "gpt_oss" has gpt-oss', in every layer.
         renormalizes: the weights of a token's experts sum to 1 whatever norm_topk_prob is.
         delta: has gated delta nets in place of attention in most layers: "by_head" has their projections in two tensors
             that are ordered by key head, "apart" those of each kind apart.
@@ -101,7 +104,7 @@ class Family:
     true: frozenset[str] = frozenset()
     multiplies: bool = False
     scales_queries: bool = False
-    experts: Literal["qwen", "qwen_shared", "deepseek"] | None = None
+    experts: Literal["qwen", "qwen_shared", "deepseek", "gpt_oss"] | None = None
     renormalizes: bool = False
     delta: Literal["by_head", "apart"] | None = None
     has_latents: bool = False
@@ -132,6 +135,14 @@ _MINISTRAL: Final = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     QUERY_BETA: 0.1,
+}
+_GPT_OSS: Final = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    ORIGINAL: 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
 }
 
 TABLE: Final[Mapping[str, Family]] = {
@@ -226,6 +237,19 @@ TABLE: Final[Mapping[str, Family]] = {
         delta="apart",
         rotary_share=0.25,
         rope_ignored=frozenset({"mrope_section", "mrope_interleaved"}),
+    ),
+    "gpt_oss": Family(
+        head_dim=64,
+        kv_heads=8,
+        norm_eps=1e-5,
+        theta=150_000.0,
+        rope=_GPT_OSS,
+        features=frozenset({SINKS}),
+        features_of=_ATTENTION,
+        true=frozenset({"attention_bias"}),
+        experts="gpt_oss",
+        renormalizes=True,
+        windows=Windows(128, 2),
     ),
     "olmo2": Family(norm_eps=1e-5, features=frozenset({JOINT_QK_NORM}), features_of=_ATTENTION, norms=NORMS_AFTER),
     "olmo3": Family(

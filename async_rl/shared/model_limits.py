@@ -24,9 +24,12 @@ def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
     for name in BIAS_KEYS:
         if config.get(name, False) is not False and name not in traits.features_of:
             yield f"{name} {json.dumps(config[name])}", "false"
-    if (quantized := config.get("quantization_config")) not in (None, {}) and fp8_block(config) is None:
+    has_mxfp4 = traits.experts == "gpt_oss"
+    is_held = is_mxfp4(config) if has_mxfp4 else fp8_block(config) is not None
+    if (quantized := config.get("quantization_config")) not in (None, {}) and not is_held:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        yield f"quantization_config of {method!r}", "weights that are not quantized, or fp8 with a weight_block_size"
+        held = "mxfp4" if has_mxfp4 else "fp8 with a weight_block_size"
+        yield f"quantization_config of {method!r}", f"weights that are not quantized, or {held}"
     yield from unheld_windows(config, traits)
     if traits.local_theta is None:
         yield from _of_rope(config, traits, *rope_of(config, traits))
@@ -119,6 +122,12 @@ def fp8_block(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
         return None
     return block[0], block[1]
+
+
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Whether the experts' weights of a checkpoint are in MXFP4, as gpt-oss' are."""
+    quantized = config.get("quantization_config")
+    return isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"
 
 
 def rope_type(rope: Mapping[str, Any]) -> object:

@@ -19,6 +19,8 @@ from async_rl.shared.model_limits import local_rope, rope_type
 
 FULL_INTERVAL = 4
 """Of models with gated delta nets, where config.json leaves it out: every fourth layer has attention."""
+CLAMPED_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+"""Of gpt-oss' experts, where config.json leaves them out."""
 QUERY_RANK = 1536
 """Of deepseek_v3's queries, where config.json leaves q_lora_rank out; null is none."""
 
@@ -44,6 +46,8 @@ class Experts:
     num_dense: int = 0
     gates_shared: bool = False
     """A gate of each token multiplies what the shared part gives."""
+    clamped_gate: "ClampedGate | None" = None
+    """In place of SwiGLU; the layers of such experts, and their router, have biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,15 @@ class Grouping:
     num_groups: int
     top_groups: int
     scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """The activation of gpt-oss' experts (arXiv 2508.10925): (up + 1) gate sigmoid(`alpha` gate), of a gate of at most
+    `limit`, and of up from -`limit` to `limit`."""
+
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,17 +234,21 @@ def read_delta(config: Mapping[str, Any], size: Callable[..., int], named: str) 
 def read_experts(config: Mapping[str, Any], traits: Family, size: Callable[..., int], named: str) -> Experts | None:
     if traits.experts is None:
         return None
-    # A checkpoint saved again by transformers 5 has the last name.
-    of_qwen = traits.experts != "deepseek"
-    first_name = "num_experts" if of_qwen else "n_routed_experts"
-    num_experts, top_k = size(first_name, "num_local_experts"), size("num_experts_per_tok")
+    # A checkpoint saved again by transformers 5 has another name.
+    names = {"deepseek": ("n_routed_experts", "num_local_experts"), "gpt_oss": ("num_local_experts", "num_experts")}
+    num_experts = size(*names.get(traits.experts, ("num_experts", "num_local_experts")))
+    top_k = size("num_experts_per_tok")
     if top_k > num_experts:
         raise damaged(named, "num_experts_per_tok", top_k, f"at most its {num_experts} experts")
+    if traits.experts == "gpt_oss":
+        alpha, limit = (positive(named, key, config.get(key, default)) for key, default in CLAMPED_GATE.items())
+        experts = Experts(num_experts, top_k, size("intermediate_size"), renormalized=True)
+        return replace(experts, clamped_gate=ClampedGate(alpha, limit))
     is_renormalized = flag(named, "norm_topk_prob", config, default=traits.experts != "qwen") or traits.renormalizes
     experts = Experts(num_experts, top_k, size("moe_intermediate_size"), is_renormalized)
     if traits.experts == "qwen_shared":
         return replace(experts, shared_size=size("shared_expert_intermediate_size", default=512), gates_shared=True)
-    if of_qwen:
+    if traits.experts == "qwen":
         return experts
     num_dense = config.get("first_k_dense_replace", 3 if traits.has_latents else 1)
     if type(num_dense) is not int or num_dense < 0:

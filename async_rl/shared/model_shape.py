@@ -26,6 +26,7 @@ from async_rl.shared.model_families import (
     QUERY_BETA,
     SAME_AS,
     SAVE_TEXT,
+    SINKS,
     TABLE,
     Family,
     Norms,
@@ -248,6 +249,13 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
     @property
+    def stacked_parameters(self) -> int:
+        """Of the largest tensor that has something of all experts of a layer, in checkpoints and what is published."""
+        if self.experts is None or self.experts.clamped_gate is None:
+            return 0
+        return self.experts.num_experts * 2 * self.experts.ffn_size * self.hidden_size
+
+    @property
     def attention_products(self) -> int:
         """Weights that a row is multiplied with in the attention, or the gated delta net, of all layers."""
         of_delta = 0
@@ -282,6 +290,7 @@ class ModelShape:
         hidden, out = self.hidden_size, self.num_heads * self.value_dim
         if (sizes := self.latents) is None:
             bias = self.qkv_size if self.has(QKV_BIAS) else 0
+            bias += self.num_heads * self.has(SINKS)
             norms = sum(self.qk_norm_heads or ()) * self.head_dim
             return hidden * (self.qkv_size + out) + bias, norms + hidden * self.has(OUT_BIAS)
         query = (sizes.q_rank or hidden) * self.num_heads * self.head_dim
@@ -308,7 +317,11 @@ class ModelShape:
         assert self.experts is not None
         divided += 3 * self.hidden_size * self.experts.shared_size
         whole += self.hidden_size * (self.experts.num_experts + self.experts.gates_shared)
-        return LayerParameters(divided, whole, self.experts.num_experts * 3 * self.hidden_size * self.experts.ffn_size)
+        of_expert = 3 * self.hidden_size * self.experts.ffn_size
+        if self.experts.clamped_gate is not None:
+            whole += self.experts.num_experts
+            of_expert += 2 * self.experts.ffn_size + self.hidden_size
+        return LayerParameters(divided, whole, self.experts.num_experts * of_expert)
 
     @property
     def num_parameters(self) -> int:

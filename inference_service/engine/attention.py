@@ -7,6 +7,9 @@ flash decoding and Hydragen (arXiv 2402.05099). Nothing is gathered but queries 
 Layers that attend to the last W tokens only do the same, with what is further away excluded by its position; where all
 of a part is, its log-sum-exp is so low that merging leaves it out.
 
+Attention sinks, a logit s of each head that has no value, join after all parts: from output o and log-sum-exp l,
+o sigmoid(l - s).
+
 Shapes: T queries of a step, R responses that decode (the first R queries), H heads, K key-value heads, G = H / K,
 D head size; N slots of a shelf, L keys.
 """
@@ -34,13 +37,14 @@ def step_attention(
     parts: StepParts,
     scaling: float,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Stores the new keys and values and attends; called by every attention layer of the model.
 
     `query` is [1, H, T, D]; `key` and `value` are [1, K, T, D]. Returns [1, T, H, D]. Values may be of another size
     than keys, and the outputs are then; the store and the kernels have one size, so the shorter ones get zeros behind.
-    With `sliding_window` a token attends to that many of the last ones only, itself included.
+    With `sliding_window` a token attends to that many of the last ones only, itself included. `s_aux` are sinks, [H].
     """
     window = None if sliding_window is None or sliding_window >= parts.longest else sliding_window
     size = value.shape[-1]
@@ -53,13 +57,21 @@ def step_attention(
     if parts.num_responses:
         responses = slice(parts.num_responses)
         _store(parts.own, layer, key_TKD, value_TKD)
-        outputs.append(_attend_responses(parts, layer, query_THD[responses], key.shape[1], scaling, window))
+        attended = _attend_responses(parts, layer, query_THD[responses], key.shape[1], scaling, window)
+        outputs.append(_with_sinks(*attended, s_aux))
     for span in parts.spans:
-        outputs.append(_attend_span(parts.kernels, span, layer, query, key, value, scaling, window))
+        attended = _attend_span(parts.kernels, span, layer, query, key, value, scaling, window)
+        outputs.append(_with_sinks(*attended, s_aux))
     if parts.num_padding:
         outputs.append(query_THD.new_zeros(parts.num_padding, *query_THD.shape[1:]))
     output_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output_THD[..., :size].to(query.dtype).unsqueeze(0), None
+
+
+def _with_sinks(out_THD: torch.Tensor, lse_TH: torch.Tensor, sinks_H: torch.Tensor | None) -> torch.Tensor:
+    if sinks_H is None:
+        return out_THD
+    return (out_THD * torch.sigmoid(lse_TH - sinks_H)[..., None]).to(out_THD.dtype)
 
 
 def _store(own: Listing[OwnPart], layer: int, key_TKD: torch.Tensor, value_TKD: torch.Tensor) -> None:
@@ -70,7 +82,8 @@ def _store(own: Listing[OwnPart], layer: int, key_TKD: torch.Tensor, value_TKD: 
 
 def _attend_responses(
     parts: StepParts, layer: int, query_RHD: torch.Tensor, num_kv_heads: int, scaling: float, window: int | None
-) -> torch.Tensor:
+) -> Attended:
+    """[R, H, D], and log-sum-exps [R, H]."""
     num_responses, num_heads, head_dim = query_RHD.shape
     query_RKGD = query_RHD.reshape(num_responses, num_kv_heads, num_heads // num_kv_heads, head_dim)
     outputs, lses, merge = [], [], parts.kernels.merge
@@ -94,7 +107,7 @@ def _attend_responses(
         else:
             some = shared.responses
             out_RKGD[some], lse_RKG[some] = merge(out_RKGD[some], lse_RKG[some], out_MKGD, lse_MKG)
-    return out_RKGD.reshape(num_responses, num_heads, head_dim)
+    return out_RKGD.reshape(num_responses, num_heads, head_dim), lse_RKG.reshape(num_responses, num_heads)
 
 
 def _excluding(bias: torch.Tensor | None, is_outside: torch.Tensor) -> torch.Tensor:
@@ -136,8 +149,8 @@ def _attend_span(
     value: torch.Tensor,
     scaling: float,
     window: int | None,
-) -> torch.Tensor:
-    """[queries, H, D]: causal among the new tokens, and all of what is before them."""
+) -> Attended:
+    """[queries, H, D], and log-sum-exps [queries, H]: causal among the new tokens, and all of what is before them."""
     shelf, slot = span.place.shelf, span.place.slot
     stop = span.start + span.queries.stop - span.queries.start
     for stored, new in ((shelf.keys, key), (shelf.values, value)):
@@ -158,12 +171,12 @@ def _attend_span(
         bias = length_bias([link.length], width, query.device)
         other, other_lse = kernels.attend(group_rows(query_1HQD, keys), keys, values, bias, scaling)
         out, lse = kernels.merge(out, lse, other.reshape(out.shape), other_lse.reshape(lse.shape))
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1), lse[0].T
 
 
 def _attend_span_within(
     kernels: Kernels, span: Span, layer: int, query_1HQD: torch.Tensor, scaling: float, window: int
-) -> torch.Tensor:
+) -> Attended:
     """As `_attend_span`, of keys that are stored, and within the window of each query."""
     first = span.base + span.start
     num_queries, num_heads = query_1HQD.shape[2], query_1HQD.shape[1]
@@ -186,7 +199,7 @@ def _attend_span_within(
         attended = out.reshape(query_1HQD.shape), lse.reshape(query_1HQD.shape[:3])
         merged = attended if merged is None else kernels.merge(*merged, *attended)
     assert merged is not None, "a token attends to itself"
-    return merged[0][0].transpose(0, 1)
+    return merged[0][0].transpose(0, 1), merged[1][0].T
 
 
 AttentionInterface.register(NAME, step_attention)

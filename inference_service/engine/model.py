@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     FineGrainedFP8Config,
+    Mxfp4Config,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -67,10 +68,8 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype, *, asleep: b
     try:
         # The code of the model is imported here, and creating it calls functions that torch marks at their first call.
         with without_compiler() if device.type == "cpu" else nullcontext():
-            options = _without_fp8(path)
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation="sdpa", **options
-            )
+            # Attention is replaced (`ModelStep`), whatever transformers has for the family.
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **_dequantized(path))
     except SafetensorError as error:
         raise ConfigError(
             f"the weights of the model {path!r} are damaged, or were copied only in part: {error}; copy them again"
@@ -105,12 +104,13 @@ def _drop_weights(model: torch.nn.Module, device: torch.device) -> None:
         parameter.untyped_storage().resize_(0)
 
 
-def _without_fp8(path: str) -> dict[str, FineGrainedFP8Config]:
-    """How to load a checkpoint in fp8: with the values that it stands for, which a trainer's weights then replace."""
+def _dequantized(path: str) -> dict[str, FineGrainedFP8Config | Mxfp4Config]:
+    """How to load a checkpoint in fp8 or mxfp4: with the values that it stands for, which a trainer's weights then
+    replace."""
     quantized = getattr(AutoConfig.from_pretrained(path), "quantization_config", None)
-    if not isinstance(quantized, dict) or quantized.get("quant_method") != "fp8":
-        return {}
-    return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
+    kinds = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
+    kind = kinds.get(quantized.get("quant_method", "")) if isinstance(quantized, dict) else None
+    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
 def _load_codec(path: str) -> Codec | None:

@@ -18,7 +18,7 @@ from async_rl.shared.protocol.routed_experts import RouteShape
 from inference_service.engine.parts import StepParts, place_of
 from inference_service.engine.schedule import Run
 
-ROUTER = re.compile(r"model\.layers\.(\d+)\.mlp\.gate")
+ROUTER = re.compile(r"model\.layers\.(\d+)\.mlp\.(?:gate|router)")
 """What these modules return last are the numbers of the chosen experts, [T, k]."""
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from async_rl.errors import PublishError
+from async_rl.shared.model_families import TABLE, Family
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from async_rl.shared.weights.snapshot import read_snapshot
 from async_rl.shared.weights.store import join_rendezvous
@@ -21,9 +22,10 @@ def parameter_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors a full update consists of, by Hugging Face checkpoint name: the model's own memory.
 
     A tied weight is listed under its first name only. Transformers keeps all experts of a layer in one tensor, while
-    checkpoints name each expert's matrices: these are views of it.
+    checkpoints name each expert's matrices, but for gpt-oss: these are views of it.
     """
     views: dict[str, torch.Tensor] = {}
+    family = TABLE.get(getattr(getattr(model, "config", None), "model_type", ""), Family())
     for name, parameter in model.named_parameters():
         weight = parameter.detach()
         storage = weight.untyped_storage()
@@ -31,7 +33,7 @@ def parameter_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         sleeps = weight.numel() and not storage.nbytes()
         if sleeps:
             storage.resize_(weight.numel() * weight.element_size())
-        views |= _views_of(name, weight)
+        views |= _views_of(name, weight) if family.experts != "gpt_oss" else {name: weight}
         if sleeps:
             storage.resize_(0)
     return views

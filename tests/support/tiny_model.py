@@ -11,6 +11,7 @@ from transformers import (
     Gemma3TextConfig,
     GenerationConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -86,6 +87,19 @@ DELTA: dict[str, object] = {
     # What a state gives may be nearly 0, and its norm would multiply roundings.
     "rms_norm_eps": 1e-2,
 }
+CLAMPED_EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    # Some values are beyond it.
+    "swiglu_limit": 0.4,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+    },
+}
 KINDS = ["sliding_attention", "full_attention"]
 """Repeated as often as there are layers."""
 
@@ -119,6 +133,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     ),
     "olmo2": (Olmo2Config, {}),
     "olmo3": (Olmo3Config, {"sliding_window": 5, "layer_types": KINDS}),
+    "gpt_oss": (GptOssConfig, {"head_dim": 16, "sliding_window": 5, "layer_types": KINDS, **CLAMPED_EXPERTS}),
     "granite": (GraniteConfig, {"attention_bias": True, "mlp_bias": True, **MULTIPLIERS}),
 }
 CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\"+-*/=()\n"
@@ -168,6 +183,8 @@ def make_tiny_model(path: Path, family: str, *, tied: bool = False, seed: int = 
             elif name.endswith("conv1d.weight"):
                 # Of few inputs.
                 parameter.copy_(0.6 * torch.randn_like(parameter))
+            elif name.endswith("sinks"):
+                parameter.copy_(torch.randn_like(parameter))
             elif name.endswith(("norm.weight", "bias")) or "layernorm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             else:

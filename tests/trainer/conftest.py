@@ -181,7 +181,8 @@ def by_checkpoint_name(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, 
     for name, tensor in tensors.items():
         layer, _, kind = name.partition(".experts.")
         parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
-        if parts is None:
+        # gpt-oss' checkpoints have them in one tensor, too.
+        if parts is None or f"{layer}.experts.gate_up_proj_bias" in tensors:
             yield name, tensor
             continue
         for number, expert in enumerate(tensor):

@@ -150,7 +150,7 @@ def test_ranks_that_share_key_heads_and_unequal_stages_train_what_one_rank_train
 @pytest.mark.distributed
 @pytest.mark.timeout(650)
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_latents_delta_nets_and_other_experts_train_what_one_rank_trains(
+def test_latents_delta_nets_sinks_and_other_experts_train_what_one_rank_trains(
     num_ranks: int, one_rank: OneRank, tmp_path: Path
 ) -> None:
     """Among them the gradient of the rotated part of the key, which all ranks' heads share."""

@@ -63,7 +63,8 @@ def parameters_of_rank(model: Path, layout: Layout, stage: int, ep_rank: int) ->
     count = 0
     for entry in (*weight_map(shape, layout), *([head] if head else [])):
         if entry.stage == stage and entry.ep_rank in (None, ep_rank):
-            for whole, shard in zip(entry.hf_shapes.values(), entry.shards(0, layout.tp_size), strict=True):
+            num_ranks = layout.ep_size if entry.has_experts else layout.tp_size
+            for whole, shard in zip(entry.hf_shapes.values(), entry.shards(0, num_ranks), strict=True):
                 count += shard.of(torch.empty(whole, device="meta").__getitem__).numel()
     return count
 
@@ -72,7 +73,9 @@ def parameters_of_rank(model: Path, layout: Layout, stage: int, ep_rank: int) ->
     "layout", [Layout(1, 1, 1), Layout(2, 1, 1), Layout(1, 2, 1), Layout(2, 2, 2), Layout(1, 1, 4), Layout(1, 2, 2, 2)]
 )
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "granite", "qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen2", "granite", "qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next", "gpt_oss"]
+)
 def test_parameters_of_the_largest_rank_are_those_of_the_weight_map(
     family: str, tied: bool, layout: Layout, tiny_model: Callable[..., Path]
 ) -> None:
@@ -112,7 +115,7 @@ def of_depth(tiny_model: Callable[..., Path], family: str, num_layers: int) -> P
     return tiny_model(family, **size, **{"first_k_dense_replace": 9} if family == "deepseek_v3" else {})
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "deepseek_v3", "gpt_oss"])
 def test_activations_of_a_layer_are_those_that_autograd_keeps(
     family: str,
     tiny_model: Callable[..., Path],

@@ -10,9 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from async_rl.shared.model_families import SINKS
 from async_rl.shared.model_shape import ModelShape
 from trainer.attention.delta_plan import DeltaPlan
 from trainer.attention.head_exchange import heads_to_rows, rows_to_heads
@@ -74,13 +78,20 @@ class SharedPromptAttention(torch.nn.Module):
         """Accepts the arguments of Megatron's layers; mask type and process groups are ignored.
 
         Args:
-            shape: the model's; without it, queries and keys are rotated where they come from, and attend to all.
+            shape: the model's; without it, queries and keys are rotated where they come from, and attend to all,
+                without sinks.
         """
         super().__init__()
         self._layer_number = layer_number
         self._rotates = shape is not None and layer_number not in shape.unrotated_layers
         self._window = shape.window_of(layer_number) if shape else None
         self._scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.sinks: torch.nn.Parameter | None = None
+        """[H], of the query heads of this tensor-parallel rank."""
+        if shape is not None and shape.has(SINKS):
+            num_heads = shape.num_heads // config.tensor_model_parallel_size
+            self.sinks = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
 
     def forward(
         self,
@@ -107,16 +118,35 @@ class SharedPromptAttention(torch.nn.Module):
             query_THD, key_SKD, value_SKD = rows_to_heads((query_THD, key_SKD, value_SKD), params.cp_group)
         if params.cache is not None:
             key_SKD, value_SKD = params.cache.extend(self._layer_number, key_SKD, value_SKD)
+        sinks_H = self.sinks
+        if sinks_H is not None and params.cp_group is not None:
+            sinks_H = sinks_H.chunk(params.cp_group.size())[params.cp_group.rank()]
         size = value_SKD.shape[-1]
         if size != key_SKD.shape[-1]:
             query_THD, key_SKD, value_SKD = _of_one_size(query_THD, key_SKD, value_SKD)
         out_THD = shared_prompt_attention(
-            query_THD, key_SKD, value_SKD, params.segments, self._scale, params.kernel, params.ops.merge, self._window
+            query_THD,
+            key_SKD,
+            value_SKD,
+            params.segments,
+            self._scale,
+            params.kernel,
+            params.ops.merge,
+            self._window,
+            sinks_H,
         )
         out_THD = out_THD[..., :size]
         if params.cp_group is not None:
             out_THD = heads_to_rows(out_THD, params.cp_group)
         return out_THD.flatten(1)[:, None]
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> ShardedStateDict:
+        """For checkpoints: sinks are divided by heads."""
+        own = {} if self.sinks is None else {"sinks": self.sinks}
+        sharded: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+            own, prefix, dict.fromkeys(own, 0), sharded_offsets
+        )
+        return sharded
 
 
 def _of_one_size(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -13,6 +13,13 @@ A layer whose rows attend to the last W tokens only is one part: a response has 
 before its own, and the kernel leaves out what is further away. Where W is no less than all tokens of any response and
 its prompt, nothing is, and the layer is computed as above.
 
+An attention sink is a logit s of a head that joins the softmax's denominator with a value of 0 (arXiv 2309.17453,
+2508.10925): from o and l over all keys
+
+    o' = o sigmoid(l - s),    l' = logaddexp(l, s),    ds = - sum over rows of exp(s - l') (do' . o').
+
+It joins once, after all parts, and so needs nothing of a kernel: their backward runs with o' and l'.
+
 Shape legend: T query rows, S key / value rows, M query rows of the cross part, H query heads, K key / value heads,
 D head dimension.
 """
@@ -60,19 +67,21 @@ def shared_prompt_attention(
     kernel: AttentionKernel | None,
     merge: Merge = merge,
     window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention output [T, H, D], in the inputs' dtype, with gradients for query, key and value.
+    """Attention output [T, H, D], in the inputs' dtype, with gradients for query, key, value and sinks.
 
     Args:
         kernel: what `checked_kernel` chose, or None for the dense reference.
         window: tokens that a row attends to, the last ones before it and its own; None for all.
+        sinks_H: a logit for each query head, of any dtype; None without sinks.
     """
     window = None if window is None or window >= segments.longest else window
     if kernel is None:
-        return dense_attention(query_THD, key_SKD, value_SKD, segments, scale, window)
+        return dense_attention(query_THD, key_SKD, value_SKD, segments, scale, window, sinks_H)
     # `apply` is untyped in torch.
     out_THD: torch.Tensor = _SharedPromptAttention.apply(  # type: ignore[no-untyped-call]
-        query_THD, key_SKD, value_SKD, segments, scale, kernel, merge, window
+        query_THD, key_SKD, value_SKD, sinks_H, segments, scale, kernel, merge, window
     )
     return out_THD
 
@@ -84,6 +93,7 @@ class _SharedPromptAttention(torch.autograd.Function):
         query_THD: torch.Tensor,
         key_SKD: torch.Tensor,
         value_SKD: torch.Tensor,
+        sinks_H: torch.Tensor | None,
         segments: Segments,
         scale: float,
         kernel: AttentionKernel,
@@ -96,13 +106,15 @@ class _SharedPromptAttention(torch.autograd.Function):
             part, rows = segments.windowed(window)
             key, value = (x.index_select(0, rows) for x in (key_SKD, value_SKD))
             out_THD, lse_HT = kernel.forward(query_THD, key, value, part, scale)
-        ctx.save_for_backward(query_THD, key_SKD, value_SKD, out_THD, lse_HT)
+        if sinks_H is not None:
+            out_THD, lse_HT = _with_sinks(out_THD, lse_HT, sinks_H)
+        ctx.save_for_backward(query_THD, key_SKD, value_SKD, sinks_H, out_THD, lse_HT)
         ctx.segments, ctx.scale, ctx.kernel, ctx.window = segments, scale, kernel, window
         return out_THD
 
     @staticmethod
     def backward(ctx: Any, dout_THD: torch.Tensor) -> Any:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         segments, scale, kernel = ctx.segments, ctx.scale, ctx.kernel
         if ctx.window is None:
             gradients = _backward_of_two_parts(dout_THD, query, key, value, out, lse, segments, scale, kernel)
@@ -117,7 +129,26 @@ class _SharedPromptAttention(torch.autograd.Function):
                 for x, dx in zip((key, value), of_taken, strict=True)
             )
             gradients = dquery, dkey, dvalue
-        return *gradients, None, None, None, None, None
+        dsinks = None if sinks is None else _gradient_of_sinks(dout_THD, out, lse, sinks)
+        return *gradients, dsinks, None, None, None, None, None
+
+
+def _with_sinks(
+    out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exps with the sinks among the keys, in the wider dtype of the log-sum-exps until rounded."""
+    sinks_H1 = sinks_H[:, None].to(lse_HT.dtype)
+    share_TH1 = torch.sigmoid(lse_HT - sinks_H1).T[..., None]
+    return (out_THD * share_TH1).to(out_THD.dtype), torch.logaddexp(lse_HT, sinks_H1)
+
+
+def _gradient_of_sinks(
+    dout_THD: torch.Tensor, out_THD: torch.Tensor, lse_HT: torch.Tensor, sinks_H: torch.Tensor
+) -> torch.Tensor:
+    """[H], in the sinks' dtype; `out_THD` and `lse_HT` are with the sinks."""
+    delta_HT = (dout_THD.to(lse_HT.dtype) * out_THD).sum(-1).T
+    shares_HT = torch.exp(sinks_H[:, None].to(lse_HT.dtype) - lse_HT)
+    return -(shares_HT * delta_HT).sum(1).to(sinks_H.dtype)
 
 
 def _two_parts(
@@ -188,12 +219,19 @@ def _grown(own: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def checked_kernel(
-    device: Device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, has_windows: bool = False
+    device: Device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    has_windows: bool = False,
+    has_sinks: bool = False,
 ) -> AttentionKernel:
     """The device's kernel, or `ComposedAttention` (with an error in the log) if its results differ from the reference.
 
     Compares output and gradients of two ragged micro-batches on first use of each device, dtype and head layout: a
-    short one with all heads, and one of many blocks with few heads; with `has_windows` also of layers with windows.
+    short one with all heads, and one of many blocks with few heads; with `has_windows` also of layers with windows,
+    with `has_sinks` all with sinks.
     """
     kernel = device.ATTENTION
     few = min(num_kv_heads, LONG_KV_HEADS)
@@ -210,6 +248,7 @@ def checked_kernel(
                 _check_segments(lens, device.DEVICE),
                 window,
                 (q_heads, kv_heads, head_dim),
+                has_sinks=has_sinks,
             )
             for lens, windows, q_heads, kv_heads in checks
             for window in ((None, *windows) if has_windows else (None,))
@@ -235,6 +274,8 @@ def _largest_error(
     segments: Segments,
     window: int | None,
     sizes: tuple[int, int, int],
+    *,
+    has_sinks: bool,
 ) -> float:
     """`sizes`: query heads, key / value heads, head dimension."""
     num_heads, num_kv_heads, head_dim = sizes
@@ -245,11 +286,12 @@ def _largest_error(
         for n in heads
     ]
     scale = head_dim**-0.5
+    sinks_H = torch.randn(num_heads, generator=generator).to(device) if has_sinks else None
     results = []
     for used, wide in ((kernel, dtype), (None, torch.float32 if dtype == torch.bfloat16 else dtype)):
         query, key, value, dout = (tensor.to(wide).requires_grad_() for tensor in inputs)
         with torch.enable_grad():
-            out = shared_prompt_attention(query, key, value, segments, scale, used, window=window)
+            out = shared_prompt_attention(query, key, value, segments, scale, used, window=window, sinks_H=sinks_H)
         results.append([out.detach(), *torch.autograd.grad(out, (query, key, value), dout.detach())])
     return max(_row_error(actual, expected) for actual, expected in zip(*results, strict=True))
 
@@ -282,13 +324,24 @@ def dense_attention(
     segments: Segments,
     scale: float,
     window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention output [T, H, D] under the dense mask of `segments`; time and memory are quadratic in the row count."""
+    mask_TS = segments.dense_mask_TS if window is None else segments.dense_window_mask_TS(window)
+    if sinks_H is not None:
+        # A key of its own for each head, which has any product with a query, before all others, and no value.
+        num_rows, num_heads, _ = query_THD.shape
+        key_SHD, value_SHD = (x.repeat_interleave(num_heads // x.shape[1], 1) for x in (key_SKD, value_SKD))
+        scores_HTS = torch.einsum("thd,shd->hts", query_THD, key_SHD) * scale
+        scores_HTS = scores_HTS.masked_fill(~mask_TS, -torch.inf)
+        sinks_HT1 = sinks_H.to(query_THD.dtype)[:, None, None].expand(-1, num_rows, 1)
+        shares_HTS = torch.cat([sinks_HT1, scores_HTS], -1).softmax(-1)[..., 1:]
+        return torch.einsum("hts,shd->thd", shares_HTS, value_SHD)
     out_1HTD = F.scaled_dot_product_attention(
         query_THD.transpose(0, 1)[None],
         key_SKD.transpose(0, 1)[None],
         value_SKD.transpose(0, 1)[None],
-        attn_mask=segments.dense_mask_TS if window is None else segments.dense_window_mask_TS(window),
+        attn_mask=mask_TS,
         scale=scale,
         enable_gqa=True,
     )

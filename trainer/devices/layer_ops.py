@@ -82,6 +82,14 @@ def geglu(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+def clamped_gate(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """(up + 1) gate sigmoid(alpha gate), of [..., 2F] -> [..., F], with gate, the first half, at most `limit`, and up
+    from -`limit` to `limit`: the activation of gpt-oss (arXiv 2508.10925)."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
 def rotary(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
     """x cos + rotate_half(x) sin, where rotate_half maps the halves (a, b) of D to (-b, a) (arXiv 2104.09864)."""
     first, second = x_THD.chunk(2, dim=-1)

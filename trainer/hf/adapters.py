@@ -29,7 +29,7 @@ def add_adapters(model: RankModel, section: AdapterSection) -> None:
         if not entry.is_on(parallel) or not _has_adapter(entry, section):
             continue
         assert not isinstance(entry.fusion, SlicedQKV), "ranks that share a key / value head have no adapters"
-        shards = [shard.slices for shard in entry.shards(parallel.tp_rank, parallel.tp_size)]
+        shards = [shard.slices for shard in entry.shards(*entry.share_of(parallel))]
         matrices = [
             Matrix(name.removesuffix(".weight"), (shape[0], shape[1]), rows, columns, section.targets_layer(name))
             for (name, shape), ((rows, columns),) in zip(entry.hf_shapes.items(), shards, strict=True)

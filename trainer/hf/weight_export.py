@@ -2,9 +2,10 @@
 
 With model parallelism the stream is sent parcel by parcel: consecutive tensors of one owner, at most `bucket_bytes` or
 a single parameter. The owner is the first tensor-parallel rank of the stage that has a layer, or the rank that has an
-expert. The stage's other tensor-parallel ranks send it their parts; it assembles the whole tensors and sends them to
-the main rank. Only the first replica, and the first ranks that hold all experts, take part. Each rank holds at most one
-parcel besides its own weights, plus the one that the consumer of the stream still holds.
+expert. The stage's other tensor-parallel ranks send it their parts, or of a tensor of all experts the other
+expert-parallel ranks; it assembles the whole tensors and sends them to the main rank. Only the first replica, and the
+first ranks that hold all experts, take part. Each rank holds at most one parcel besides its own weights, plus the one
+that the consumer of the stream still holds.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -96,8 +97,8 @@ class WeightExport:
         whole = iter(tensors)
         targets = [(entry, [next(whole) for _ in entry.hf_shapes]) for entry in parcel.entries]
         for entry, wholes in targets:
-            self._place(entry, wholes, self._own_tensors(entry), self._parallel.tp_rank)
-        for tp_rank, helper in enumerate(self._helpers(parcel), start=1):
+            self._place(entry, wholes, self._own_tensors(entry), 0)
+        for rank, helper in enumerate(self._helpers(parcel), start=1):
             part = self._own_part(parcel, receive_from=helper)
             start = 0
             for entry, wholes in targets:
@@ -105,11 +106,11 @@ class WeightExport:
                     own = entry.of(self._parameters)
                     theirs = part[start : start + own.numel()].view(own.shape)
                     start += own.numel()
-                    self._place(entry, wholes, entry.on(tp_rank).fusion.split(theirs), tp_rank)
+                    self._place(entry, wholes, entry.on(rank).fusion.split(theirs), rank)
         return flat, tensors
 
-    def _place(self, entry: WeightEntry, wholes: list[torch.Tensor], parts: list[torch.Tensor], tp_rank: int) -> None:
-        shards = entry.shards(tp_rank, self._parallel.tp_size)
+    def _place(self, entry: WeightEntry, wholes: list[torch.Tensor], parts: list[torch.Tensor], rank: int) -> None:
+        shards = entry.shards(rank, entry.share_of(self._parallel)[1])
         for whole, part, shard in zip(wholes, parts, shards, strict=True):
             shard.put(part, whole)
 
@@ -138,17 +139,20 @@ class WeightExport:
         return flat, [t.view(spec.shape) for t, spec in zip(flat.split(sizes), parcel.specs, strict=True)]
 
     def _helpers(self, parcel: Parcel) -> range:
-        """The ranks whose parts the owner needs, in order of their tensor-parallel ranks, starting at 1."""
+        """The ranks whose parts the owner needs, in order of their numbers among those that divide it, from 1."""
         divided = any(entry.divided is not None for entry in parcel.entries)
-        return range(parcel.owner + 1, parcel.owner + self._parallel.tp_size) if divided else range(0)
+        num_ranks = parcel.entries[0].share_of(self._parallel)[1] if divided else 1
+        return range(parcel.owner + 1, parcel.owner + num_ranks)
 
     def _cut(self, entries: Iterable[WeightEntry], bucket_bytes: int) -> Iterator[Parcel]:
-        """Consecutive entries of one owner, cut where they would exceed `bucket_bytes`."""
+        """Consecutive entries of one owner, and of one kind of ranks that divide them, cut where they would exceed
+        `bucket_bytes`."""
         run: list[WeightEntry] = []
         size = 0
         for entry in entries:
             num_bytes = sum(map(prod, entry.hf_shapes.values())) * self._dtype.itemsize
-            if run and (size + num_bytes > bucket_bytes or self._owner(entry) != self._owner(run[0])):
+            of_others = run and (self._owner(entry), entry.has_experts) != (self._owner(run[0]), run[0].has_experts)
+            if run and (size + num_bytes > bucket_bytes or of_others):
                 yield self._parcel(run)
                 run, size = [], 0
             run.append(entry)

@@ -1,6 +1,7 @@
 """Names, shapes and owners of all weights, Hugging Face <-> Megatron; for loading, publishing and saving.
 
-Shape legend: V vocabulary, H hidden size, A query heads, K key / value heads, D head dimension, F feed-forward size.
+Shape legend: V vocabulary, H hidden size, A query heads, K key / value heads, D head dimension, F feed-forward size, E
+experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, OUT_GATE, QKV_BIAS, TABLE
+from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, OUT_GATE, QKV_BIAS, SINKS, TABLE
 from async_rl.shared.model_shape import ModelShape, stage_layers
 from trainer.parallel import Parallel
 
@@ -45,6 +46,27 @@ class Stacked:
 
     def split(self, merged: torch.Tensor) -> list[torch.Tensor]:
         return list(merged.chunk(self.num_parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """One tensor of all experts, [E, inputs, outputs], as [E, outputs, inputs]; of biases, which have no inputs, the
+    outputs are in both. `in_turn` outputs of as many kinds follow each other: gate, up, gate, up; in the model all of
+    a kind stand together."""
+
+    in_turn: int = 1
+
+    def merge(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        (stacked,) = parts
+        return _reversed(stacked.unflatten(-1, (-1, self.in_turn))).flatten(1, 2)
+
+    def split(self, merged: torch.Tensor) -> list[torch.Tensor]:
+        return [_reversed(merged.unflatten(1, (self.in_turn, -1))).flatten(-2).contiguous()]
+
+
+def _reversed(of_experts: torch.Tensor) -> torch.Tensor:
+    """With all dimensions after the first in the other order."""
+    return of_experts.permute(0, *range(of_experts.dim() - 1, 0, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +181,8 @@ class WeightEntry:
     `megatron_name` is its name on the ranks that have it: those of pipeline stage `stage` and, for an expert, of
     expert-parallel rank `ep_rank`. An expert is one of the matrices that are stacked in its parameter, at `index`.
     `hf_shapes` are the shapes of the whole tensors; each is divided along `divided`
-    among the stage's tensor-parallel ranks, or is complete on each of them (None).
+    among the stage's tensor-parallel ranks, or is complete on each of them (None). A tensor of all experts is divided
+    among the expert-parallel ranks in place of those, if it `has_experts`.
     """
 
     megatron_name: str
@@ -169,6 +192,7 @@ class WeightEntry:
     divided: int | None = None
     ep_rank: int | None = None
     index: int | None = None
+    has_experts: bool = False
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Its part of the parameters under their names, or of their gradients: a view."""
@@ -178,13 +202,19 @@ class WeightEntry:
     def is_on(self, parallel: Parallel) -> bool:
         return self.stage == parallel.pp_rank and self.ep_rank in (None, parallel.ep_rank)
 
+    def share_of(self, parallel: Parallel) -> tuple[int, int]:
+        """(A rank's number among those that divide it, how many these are)."""
+        if self.has_experts:
+            return parallel.ep_rank, parallel.ep_size
+        return parallel.tp_rank, parallel.tp_size
+
     def on(self, tp_rank: int) -> "WeightEntry":
         """The entry whose `fusion` is that of one tensor-parallel rank's part."""
         return replace(self, fusion=replace(self.fusion, rank=tp_rank)) if isinstance(self.fusion, SlicedQKV) else self
 
-    def shards(self, tp_rank: int, tp_size: int) -> list["Shard"]:
-        """What one tensor-parallel rank has of each whole Hugging Face tensor, in `hf_shapes`' order."""
-        fusion, shapes = self.on(tp_rank).fusion, list(self.hf_shapes.values())
+    def shards(self, rank: int, num_ranks: int) -> list["Shard"]:
+        """What one of the ranks that divide it has of each whole Hugging Face tensor, in `hf_shapes`' order."""
+        fusion, shapes = self.on(rank).fusion, list(self.hf_shapes.values())
         if isinstance(fusion, SlicedQKV):
             rows = [[range(part.start, part.stop)] for part in fusion.parts]
         elif self.divided is None:
@@ -192,7 +222,7 @@ class WeightEntry:
         else:
             blocks = fusion.blocks if isinstance(fusion, ByHead) else ((1,),) * len(shapes)
             rows = [
-                _shares(_block_sizes(shape[self.divided], sizes), tp_rank, tp_size)
+                _shares(_block_sizes(shape[self.divided], sizes), rank, num_ranks)
                 for shape, sizes in zip(shapes, blocks, strict=True)
             ]
         return [_shard(shape, self.divided or 0, parts) for shape, parts in zip(shapes, rows, strict=True)]
@@ -217,11 +247,11 @@ class Shard:
             whole[at].copy_(piece)
 
 
-def _shares(sizes: Sequence[int], tp_rank: int, tp_size: int) -> list[range]:
+def _shares(sizes: Sequence[int], rank: int, num_ranks: int) -> list[range]:
     """A rank's rows of blocks of these sizes, each of which is divided by itself."""
     starts = accumulate(sizes, initial=0)
     return [
-        range(start + tp_rank * (size // tp_size), start + (tp_rank + 1) * (size // tp_size))
+        range(start + rank * (size // num_ranks), start + (rank + 1) * (size // num_ranks))
         for start, size in zip(starts, sizes, strict=False)
     ]
 
@@ -297,9 +327,13 @@ class _LayerNames:
         divided: int | None = None,
         ep_rank: int | None = None,
         index: int | None = None,
+        *,
+        has_experts: bool = False,
     ) -> WeightEntry:
         theirs = {self._theirs + hf_name: hf_shape for hf_name, hf_shape in hf_shapes.items()}
-        return WeightEntry(self._ours + name, theirs, fusion or Stacked(), self._stage, divided, ep_rank, index)
+        return WeightEntry(
+            self._ours + name, theirs, fusion or Stacked(), self._stage, divided, ep_rank, index, has_experts
+        )
 
 
 def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[WeightEntry]:
@@ -314,7 +348,9 @@ def _layer_map(shape: ModelShape, layout: Layout, layer: int) -> Iterator[Weight
     else:
         yield from _attention_map(shape, layout, entry) if shape.latents is None else _latents_map(shape, entry)
     yield from filter(None, norms[1:3])
-    if shape.has_experts(layer):
+    if shape.experts is not None and shape.experts.clamped_gate is not None:
+        yield from _stacked_experts_map(shape, entry)
+    elif shape.has_experts(layer):
         yield from _experts_map(shape, layout, entry)
     else:
         yield from _mlp_map(shape, entry)
@@ -339,6 +375,8 @@ def _attention_map(shape: ModelShape, layout: Layout, entry: MakeEntry) -> Itera
     yield entry("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": (H, out_size)}, divided=COLUMNS)
     if shape.has(OUT_BIAS):
         yield entry("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": (H,)})
+    if shape.has(SINKS):
+        yield entry("self_attention.core_attention.sinks", {"self_attn.sinks": (shape.num_heads,)}, divided=ROWS)
 
 
 def _latents_map(shape: ModelShape, entry: MakeEntry) -> Iterator[WeightEntry]:
@@ -415,3 +453,19 @@ def _experts_map(shape: ModelShape, layout: Layout, entry: MakeEntry) -> Iterato
         yield entry("mlp.shared_experts.linear_fc2.weight", down, divided=COLUMNS)
     if shape.experts.gates_shared:
         yield entry("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": (1, H)})
+
+
+def _stacked_experts_map(shape: ModelShape, entry: MakeEntry) -> Iterator[WeightEntry]:
+    """The same of gpt-oss, whose checkpoints have the experts of a layer in one tensor of each kind, transposed."""
+    assert shape.experts is not None
+    E, H, F = shape.experts.num_experts, shape.hidden_size, shape.experts.ffn_size
+    yield entry("mlp.router.weight", {"mlp.router.weight": (E, H)})
+    yield entry("mlp.router.bias", {"mlp.router.bias": (E,)})
+    for ours, theirs, size, fusion in (
+        ("weight1", "gate_up_proj", (E, H, 2 * F), Transposed(in_turn=2)),
+        ("bias1", "gate_up_proj_bias", (E, 2 * F), Transposed(in_turn=2)),
+        ("weight2", "down_proj", (E, F, H), Transposed()),
+        ("bias2", "down_proj_bias", (E, H), Transposed()),
+    ):
+        name = f"mlp.experts.{theirs}"
+        yield entry(f"mlp.experts.{ours}", {name: size}, fusion, ROWS, has_experts=True)

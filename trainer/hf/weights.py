@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 
 from async_rl.checks.preflight.weight_files import HEAD, is_predictor, require_tied_head, stored_tensors
 from async_rl.errors import ConfigError
-from async_rl.shared.model_limits import fp8_block
+from async_rl.shared.model_limits import fp8_block, is_mxfp4
 from async_rl.shared.model_shape import ModelShape
+from trainer.hf.mxfp4 import with_mxfp4
 from trainer.hf.weight_map import VALUE_HEAD, Layout, WeightEntry, constants, tied_head, weight_map
 from trainer.model.adapters import base_parameters
 from trainer.model.gpt import RankModel
@@ -51,16 +52,19 @@ def load_hf_weights(model: RankModel, checkpoint: Path) -> None:
     )
     with ExitStack() as stack:
         files = _open_tensors(checkpoint, stack)
+        config = json.loads((checkpoint / "config.json").read_text())
+        if is_mxfp4(config):
+            files = with_mxfp4(files, f"checkpoint {str(checkpoint)!r}")
         if model.shape.gives_values and VALUE_HEAD not in files:
             entries, own = ([entry for entry in some if VALUE_HEAD not in entry.hf_shapes] for some in (entries, own))
         ignores_head = model.shape.tied or model.shape.gives_values
         _check_names_and_shapes(checkpoint, [*entries, *kept], files, model.shape, ignores_head=ignores_head)
-        block = fp8_block(json.loads((checkpoint / "config.json").read_text()))
+        block = fp8_block(config)
         if model.shape.tied and HEAD in files:
             require_tied_head(f"checkpoint {str(checkpoint)!r}", stored_tensors(checkpoint))
         with torch.no_grad():
             for entry in (entry.on(parallel.tp_rank) for entry in own):
-                shards = entry.shards(parallel.tp_rank, parallel.tp_size)
+                shards = entry.shards(*entry.share_of(parallel))
                 parts = [
                     shard.of(partial(read_part, files, name, block))
                     for name, shard in zip(entry.hf_shapes, shards, strict=True)

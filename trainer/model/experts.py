@@ -1,4 +1,4 @@
-"""A layer with experts, to compute the same as Qwen3-MoE, Qwen3-Next and DeepSeek-V3 in transformers; for `gpt.py`.
+"""A layer with experts, to compute the same as those of transformers' models; for `gpt.py`.
 
 A token is routed to the experts with the `top_k` largest router logits. Its weights are a softmax over all experts, or
 over the chosen ones, which is the same as renormalizing the former (`norm_topk_prob`). The experts of one rank have one
@@ -32,23 +32,31 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from async_rl.shared.model_parts import Experts
+from async_rl.shared.model_parts import ClampedGate, Experts
 from trainer.attention.core_attention import SharedPromptParams
 from trainer.devices.host_copies import to_device
-from trainer.devices.layer_ops import LayerOps
+from trainer.devices.layer_ops import LayerOps, clamped_gate
 
 
 class StackedExperts(MegatronModule):
-    """SwiGLU experts in place of Megatron's SequentialMLP, under the same names in checkpoints.
+    """Experts with SwiGLU, or with biases and a `ClampedGate`, in place of Megatron's SequentialMLP, under the same
+    names in checkpoints.
 
     Megatron's own grouped experts need an extension for CUDA or Transformer Engine.
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection, *, ops: LayerOps
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        *,
+        ops: LayerOps,
+        clamped_gate: ClampedGate | None,
     ) -> None:
         super().__init__(config=config)
         self._ops = ops
+        self._clamped_gate = clamped_gate
         self._first_expert = pg_collection.ep.rank() * num_local_experts
         self._dp_rank = pg_collection.expt_dp.rank()
         size = config.moe_ffn_hidden_size
@@ -56,6 +64,9 @@ class StackedExperts(MegatronModule):
         """Gate and up, [E, 2F, H]."""
         self.weight2 = self._parameter(num_local_experts, config.hidden_size, size)
         """Down, [E, H, F]."""
+        if clamped_gate is not None:
+            self.bias1 = self._parameter(num_local_experts, 2 * size)
+            self.bias2 = self._parameter(num_local_experts, config.hidden_size)
 
     def forward(
         self, hidden_NH: torch.Tensor, tokens_per_expert_E: torch.Tensor, weights_N: torch.Tensor
@@ -64,6 +75,13 @@ class StackedExperts(MegatronModule):
         ends_E = tokens_per_expert_E.cumsum(0, dtype=torch.int32)
         ends_E = ends_E if ends_E.device == hidden_NH.device else to_device(ends_E, hidden_NH.device)
         gate_up = self._ops.grouped_linear(hidden_NH, self.weight1, ends_E)
+        if self._clamped_gate is not None:
+            rows_N = torch.arange(len(hidden_NH), dtype=torch.int32, device=hidden_NH.device)
+            expert_N = torch.searchsorted(ends_E, rows_N, right=True)
+            gate_up = gate_up + self.bias1.index_select(0, expert_N)
+            inner_NF = clamped_gate(gate_up, self._clamped_gate.alpha, self._clamped_gate.limit)
+            out_NH = self._ops.grouped_linear(inner_NF, self.weight2, ends_E) + self.bias2.index_select(0, expert_N)
+            return (out_NH * weights_N[:, None]).to(hidden_NH.dtype), None
         if self._ops.swiglu is None and self.config.bias_activation_fusion:
             inner_NF = weighted_bias_swiglu_impl(gate_up, None, weights_N[:, None])
         else:
@@ -74,9 +92,10 @@ class StackedExperts(MegatronModule):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Each expert under its own number, gate and up separately, whole on the rank that has it."""
         assert not sharded_offsets, "layers are saved under their own numbers"
+        parts = {"weight1": _gate_and_up, "weight2": _down, "bias1": _biases_of_gate_and_up, "bias2": _bias_of_down}
         return {
-            f"{prefix}weight1": self._sharded(f"{prefix}weight1", self.weight1, _gate_and_up),
-            f"{prefix}weight2": self._sharded(f"{prefix}weight2", self.weight2, _down),
+            f"{prefix}{name}": self._sharded(f"{prefix}{name}", parameter, parts[name])
+            for name, parameter in self.named_parameters()
         }
 
     def _sharded(
@@ -87,7 +106,7 @@ class StackedExperts(MegatronModule):
     ) -> ShardedTensorFactory:
         def build(name: str, stacked: torch.Tensor, replica_id: Any, flattened_range: None) -> list[ShardedTensor]:
             # Megatron has changed the layer's number in it to that within the whole model.
-            prefix = name.removesuffix("weight1").removesuffix("weight2")
+            prefix = name.removesuffix(key.rpartition(".")[2])
             return [
                 ShardedTensor.from_rank_offsets(f"{prefix}experts.{number}.{kind}", part, replica_id=replica_id)
                 for number, expert in enumerate(stacked, start=self._first_expert)
@@ -112,10 +131,11 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def use_stacked_experts(layer: ModuleSpec, ops: LayerOps, *, has_shared: bool) -> None:
+def use_stacked_experts(layer: ModuleSpec, ops: LayerOps, experts: Experts) -> None:
     """Sets `StackedExperts` in the spec of a layer with experts, in place."""
-    layer.submodules.mlp.submodules.experts = ModuleSpec(module=StackedExperts, params={"ops": ops})
-    if not has_shared:
+    options = {"ops": ops, "clamped_gate": experts.clamped_gate}
+    layer.submodules.mlp.submodules.experts = ModuleSpec(module=StackedExperts, params=options)
+    if not experts.shared_size:
         layer.submodules.mlp.submodules.shared_experts = None
 
 
@@ -128,6 +148,15 @@ def _down(expert: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"linear_fc2.weight": expert}
 
 
+def _biases_of_gate_and_up(expert: torch.Tensor) -> dict[str, torch.Tensor]:
+    gate, up = expert.chunk(2)
+    return {"linear_fc1.bias_w": gate, "linear_fc1.bias_v": up}
+
+
+def _bias_of_down(expert: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"linear_fc2.bias": expert}
+
+
 class Router(TopKRouter):
     """Megatron's router with logits by a plain product; Megatron's own needs Transformer Engine (megatron-core 0.16.1).
 
@@ -138,9 +167,18 @@ class Router(TopKRouter):
     given_Tk: torch.Tensor | None = None
     """The experts of each row, if they are given: weights, and so gradients, are the router's own even then."""
 
+    def __init__(
+        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, *, has_bias: bool = False
+    ) -> None:
+        super().__init__(config, pg_collection)
+        if has_bias:
+            self.bias = torch.nn.Parameter(torch.empty(config.num_moe_experts, dtype=config.params_dtype))
+            # Makes Megatron sum its gradients over the ranks that share the rows.
+            self.bias.sequence_parallel = config.sequence_parallel
+
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[T, 1, H] -> [T, 1, E] for T rows, hidden size H and E experts."""
-        return F.linear(input, self.weight)
+        return F.linear(input, self.weight, self.bias)
 
     def forward(self, input: torch.Tensor, padding_mask: None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, 1, H] -> (weights of the chosen experts, 0 for others; which are chosen), [T, E] each."""
@@ -254,7 +292,9 @@ def keep_biases_wide(model: torch.nn.Module) -> None:
 def use_router(layer: ModuleSpec, experts: Experts) -> None:
     """Sets the router in the spec of a layer with experts, and what hands it routes, in place."""
     layer.module = ReplayingLayer
-    router = Router if experts.grouping is None else partial(BiasedRouter, experts=experts)
+    router = partial(Router, has_bias=experts.clamped_gate is not None)
+    if experts.grouping is not None:
+        router = partial(BiasedRouter, experts=experts)
     layer.submodules.mlp.submodules.router = router
 
 

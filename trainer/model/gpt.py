@@ -27,7 +27,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from async_rl.config.trainer_section import TrainerSection
-from async_rl.shared.model_families import OUT_GATE, QKV_BIAS
+from async_rl.shared.model_families import OUT_GATE, QKV_BIAS, SINKS
 from async_rl.shared.model_parts import Rope
 from async_rl.shared.model_shape import ModelShape, stage_layers
 from trainer.attention.core_attention import Rotation, SharedPromptAttention, SharedPromptParams
@@ -123,6 +123,7 @@ class SharedPromptGPT(GPTModel):
             max(1, shape.num_kv_heads // (parallel.tp_size * parallel.cp_size)),
             shape.kernel_dim,
             shape.window is not None,
+            shape.has(SINKS),
         )
 
     @property
@@ -360,7 +361,7 @@ def _layer_spec(
     )
     if experts is not None:
         use_router(layer, experts)
-        use_stacked_experts(layer, ops, has_shared=experts.shared_size > 0)
+        use_stacked_experts(layer, ops, experts)
     layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
         module=SharedPromptAttention, params={"shape": shape}
     )

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from async_rl.shared.protocol.sender import ALL_STRENGTHS, CONSTANT
-from trainer.hf.weight_map import Fusion, Layout, tied_head, weight_map
+from trainer.hf.weight_map import Fusion, Layout, WeightEntry, tied_head, weight_map
 from trainer.model.gpt import RankModel
+from trainer.parallel import Parallel
 
 HEAD, EMBEDDING, ROUTER, EXPERT = "head", "embedding", "router", "expert "
+EXPERTS = "mlp.experts."
 CLASS_OF = {
     "self_attn.q_proj.weight": "q",
     "self_attn.k_proj.weight": "k",
@@ -25,6 +27,7 @@ CLASS_OF = {
     "self_attn.k_proj.bias": "k bias",
     "self_attn.q_norm.weight": "q norm",
     "self_attn.k_norm.weight": "k norm",
+    "self_attn.sinks": "sinks",
     "self_attn.q_a_proj.weight": "q latent",
     "self_attn.q_a_layernorm.weight": "q latent norm",
     "self_attn.q_b_proj.weight": "q of latents",
@@ -52,6 +55,8 @@ CLASS_OF = {
     "linear_attn.out_proj.weight": "delta o",
     "mlp.gate_proj.weight": "gate",
     "mlp.up_proj.weight": "up",
+    "mlp.gate_up_proj_bias": "gate and up bias",
+    "mlp.gate_up_proj": "gate and up",
     "mlp.down_proj.weight": "down",
     "mlp.shared_experts.gate_proj.weight": "shared gate",
     "mlp.shared_experts.up_proj.weight": "shared up",
@@ -63,7 +68,11 @@ CLASS_OF = {
     "mlp.gate_proj.bias": "gate bias",
     "mlp.up_proj.bias": "up bias",
     "mlp.down_proj.bias": "down bias",
+    "mlp.down_proj": "down",
+    "mlp.down_proj_bias": "down bias",
+    "mlp.router.bias": "router bias",
     "mlp.gate.weight": ROUTER,
+    "mlp.router.weight": ROUTER,
     "model.embed_tokens.weight": EMBEDDING,
     "model.norm.weight": "final norm",
     "lm_head.weight": HEAD,
@@ -71,7 +80,8 @@ CLASS_OF = {
 """Class of a tensor by the end of its Hugging Face name; classes of experts are prefixed with `EXPERT`.
 
 In the order of `SenderFacts.classes`: a constant o hides attention, and with it a norm of its output, so it comes after
-all of that; a constant embedding makes all positions alike, which hides attention too; a constant head hides everything.
+all of that; constant gates may reach their limit, which hides their bias; a constant embedding makes all positions
+alike, which hides attention too; a constant head hides everything.
 """
 
 ORDER = tuple(CLASS_OF.values())
@@ -88,23 +98,23 @@ def class_of(hf_name: str) -> str:
     if hf_name in CLASS_OF:
         return CLASS_OF[hf_name]
     within_layer = hf_name.split(".", 3)[3]
-    if within_layer.startswith("mlp.experts."):
-        return EXPERT + CLASS_OF["mlp." + within_layer.split(".", 3)[3]]
+    if within_layer.startswith(EXPERTS):
+        return EXPERT + CLASS_OF["mlp." + within_layer.removeprefix(EXPERTS).lstrip("0123456789.")]
     return CLASS_OF[within_layer]
 
 
-def constant_of(hf_name: str, hf_shape: tuple[int, ...], *, tells_experts: bool) -> float:
+def constant_of(hf_name: str, hf_shape: tuple[int, ...], expert: int) -> float:
     """The value that a constant tensor has, whatever the layout of the ranks: its outputs are of a usual size, but what
     it adds to the residual stream is small or nothing, since that is the same in all places, and would hide the rest.
 
-    With `tells_experts` neighbouring experts have different ones, so that the router's choice shows.
+    Neighbouring experts have different ones, so that the router's choice shows; `expert` is the number, 0 for all to
+    have the same.
     """
     name = class_of(hf_name)
     if name.endswith("norm"):
         return 1.0
     if name in ("o", "delta o"):
         return 0.0
-    expert = int(hf_name.split(".")[5]) if name.startswith(EXPERT) and tells_experts else 0
     size = 0.1 if name.endswith("down") else 1.0
     return float(size * (1 + expert % 8 / 8) * hf_shape[-1] ** -0.5)
 
@@ -119,6 +129,13 @@ class _Parameter:
     classes: tuple[str, ...]
     first: tuple[int, ...]
     is_zero: tuple[bool, ...]
+    experts: range
+    """The numbers of those that its parts have, one after the other along dimension 0, or all of one; none."""
+
+    def filled(self, part: torch.Tensor, values: Sequence[int]) -> torch.Tensor:
+        """A part's like, with the value of each expert, or the only one."""
+        by_expert = torch.tensor(values, dtype=part.dtype, device=part.device)
+        return by_expert.view(-1, *[1] * (part.dim() - 1)).expand_as(part)
 
 
 class CanaryWeights:
@@ -192,8 +209,9 @@ class CanaryWeights:
         changed = []
         masks = self._masks(parameter, strengths)
         for part, strength, mask, hf in zip(parts, strengths, masks, parameter.hf_shapes.items(), strict=True):
-            value = self._bits_of(constant_of(*hf, tells_experts=tells_experts))
-            changed.append(torch.full_like(part, value) if strength == CONSTANT else part ^ mask)
+            numbers = parameter.experts if tells_experts and len(parameter.experts) else [0]
+            values = [self._bits_of(constant_of(*hf, number)) for number in numbers]
+            changed.append(parameter.filled(part, values) if strength == CONSTANT else part ^ mask)
         parameter.bits.copy_(parameter.fusion.merge(changed))
 
     def _read_parameters(self) -> list[_Parameter]:
@@ -209,7 +227,8 @@ class CanaryWeights:
                 classes = (HEAD,) if entry is head else tuple(map(class_of, entry.hf_shapes))
                 is_zero = tuple(not bool(part.any()) for part in fusion.split(bits))
                 first = _first_bits(bits, fusion)
-                found.append(_Parameter(bits, fusion, entry.hf_shapes, classes, first, is_zero))
+                experts = _experts_of(entry, model.parallel)
+                found.append(_Parameter(bits, fusion, entry.hf_shapes, classes, first, is_zero, experts))
         return found
 
     def _set_head(self) -> None:
@@ -237,6 +256,16 @@ class CanaryWeights:
         if is_zero:
             return self._bits_of(ZERO_VALUES[strength - 1])
         return 1 << (MANTISSA_BITS[self._dtype] - 3 + strength)
+
+
+def _experts_of(entry: WeightEntry, parallel: Parallel) -> range:
+    """The numbers of the experts whose matrices a rank has in an entry."""
+    if entry.has_experts:
+        ((shard, *_), *_) = (shard.slices for shard in entry.shards(*entry.share_of(parallel)))
+        return range(shard[0].start, shard[0].stop)
+    name = next(iter(entry.hf_shapes))
+    number = name.partition(f".{EXPERTS}")[2].partition(".")[0]
+    return range(int(number), int(number) + 1) if number else range(0)
 
 
 def _place(name: str) -> tuple[int, str]:

@@ -155,7 +155,8 @@ def _received(config: Config, model: ModelShape) -> list[MemoryPart]:
     if config.trainer.device == "cpu" or config.publish.transport == "snapshot":
         return []
     width, number = WEIGHT_BYTES[config.model.dtype], RECEIVED_MESSAGES[config.inference.engine]
-    message, largest = MESSAGE_BYTES[config.publish.transport], model.vocabulary_parameters * width
+    message = MESSAGE_BYTES[config.publish.transport]
+    largest = max(model.vocabulary_parameters, model.stacked_parameters) * width
     messages = messages_bytes(message, number, model.num_parameters * width, largest)
     size, reason = messages + FINGERPRINT_BYTES, f"{number} messages, {messages / MIB:,.0f} MiB, and a fingerprint"
     if config.publish.transport == "broadcast":

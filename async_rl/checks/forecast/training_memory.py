@@ -257,6 +257,9 @@ def feed_forward_values_per_row(model: ModelShape, shares: Shares, *, fused_swig
         return dense
     # Each rank routes its own rows.
     rows = model.experts.top_k / shares.tensor
+    if model.experts.clamped_gate is not None:
+        # Their outputs once more, and of the activation the bounded gate, up + 1, both factors and the product.
+        return ceil(rows * (3 * model.hidden_size + 7 * model.experts.ffn_size))
     # Their activation is always fused.
     shared = ceil((3 if fused_swiglu else 5) * model.experts.shared_size / shares.tensor)
     with_experts = shared + ceil(rows * (2 * model.hidden_size + 3 * model.experts.ffn_size))
@@ -330,7 +333,8 @@ def publish_bytes(config: Config, model: ModelShape, own: RankParameters, shares
     A transfer between devices has one message on its way and packs the next one, from tensors that are put together
     where ranks divide them.
     """
-    width, parcels = WEIGHT_BYTES[config.model.dtype], 2 * PARCEL_BYTES if shares.divides_model else 0
+    width = WEIGHT_BYTES[config.model.dtype]
+    parcels = 2 * max(PARCEL_BYTES, model.stacked_parameters * width) if shares.divides_model else 0
     # The canary's copy of a tied head.
     exported = parcels or own.largest * width
     if config.adapter.is_given:
@@ -339,7 +343,8 @@ def publish_bytes(config: Config, model: ModelShape, own: RankParameters, shares
     if config.trainer.device == "cpu" or config.publish.transport == "snapshot":
         return exported
     number = 3 if shares.divides_model else 2
-    message, largest = MESSAGE_BYTES[config.publish.transport], model.vocabulary_parameters * width
+    largest = max(model.vocabulary_parameters, model.stacked_parameters) * width
+    message = MESSAGE_BYTES[config.publish.transport]
     messages = messages_bytes(message, number, model.num_parameters * width, largest)
     return exported + messages + FINGERPRINT_BYTES
 

@@ -14,6 +14,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -36,7 +37,7 @@ from async_rl.shared.layer_windows import FULL, SLIDING
 from async_rl.shared.model_families import ORIGINAL, QKV_BIAS, QUERY_BETA
 from async_rl.shared.model_parts import Experts, Multipliers, Rope
 from async_rl.shared.model_shape import FAMILIES, ModelShape, stage_layers
-from tests.support.tiny_model import DEEPSEEKS_EXPERTS, LATENTS, MODEL_SIZE
+from tests.support.tiny_model import CLAMPED_EXPERTS, DEEPSEEKS_EXPERTS, LATENTS, MODEL_SIZE
 from tests.support.tiny_model import FAMILIES as TINY
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
@@ -57,6 +58,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
     "gemma3_text": Gemma3TextConfig,
+    "gpt_oss": GptOssConfig,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -84,6 +86,16 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+OF_MORE_PARTS = {
+    "deepseek_v3",
+    "glm4_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo3",
+    "gemma3_text",
+    "gpt_oss",
+}
 SCALED = {"ministral3": {QUERY_BETA: 0.5, ORIGINAL: 8}}
 DELTA_HEADS = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -93,6 +105,7 @@ DELTA_HEADS = {
     "linear_value_head_dim": 12,
 }
 NO_WINDOW = {"sliding_window": None}
+GPT_OSS = {"model_type": "gpt_oss", **CLAMPED_EXPERTS}
 SCALED_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, **SCALED["ministral3"]}
 
 
@@ -106,6 +119,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
         "qwen3_next": {**EXPERTS, **DELTA_HEADS, "shared_expert_intermediate_size": 20},
         "qwen3_5_text": DELTA_HEADS,
         "qwen3_5_moe_text": {**EXPERTS, **DELTA_HEADS, "shared_expert_intermediate_size": 20},
+        "gpt_oss": CLAMPED_EXPERTS,
     }.get(family, {})
     return {**SIZES, **own, "model_type": family, **changes}
 
@@ -209,6 +223,8 @@ def test_a_token_uses_the_experts_it_is_routed_to() -> None:
         ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}, "layer_types ['linear_attention']"),
         ({"model_type": "qwen3_5_text", "linear_num_value_heads": 9, "linear_num_key_heads": 2}, "value_heads = 9"),
         ({"model_type": "qwen3_5_text", "full_attention_interval": 0}, "full_attention_interval = 0"),
+        ({**GPT_OSS, "swiglu_alpha": 0}, "swiglu_alpha = 0"),
+        ({**GPT_OSS, "swiglu_limit": None}, "swiglu_limit = None"),
         ({"model_type": "gpt2"}, "model_type 'gpt2', which the trainer does not support: expected one of"),
         ({"model_type": None}, "model_type None"),
         ({"model_type": ["qwen3"]}, "model_type"),
@@ -281,12 +297,7 @@ def test_a_value_that_transformers_cannot_compute_with_is_refused(
 
 @settings(max_examples=20)
 @given(
-    st.sampled_from(
-        sorted(
-            CONFIGS.keys()
-            - {"deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo3", "gemma3_text"}
-        )
-    ),
+    st.sampled_from(sorted(CONFIGS.keys() - OF_MORE_PARTS)),
     st.booleans(),
     st.data(),
 )
@@ -385,6 +396,7 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
             "layer_types with 'sliding_attention'",
             "'linear_attention' or 'full_attention' in every layer",
         ),
+        ("gpt_oss", {"num_experts_per_tok": 1}, "num_experts_per_tok 1", "a number from 2"),
         ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step 2", "1, experts in every layer"),
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate false", "true"),
         (
@@ -392,6 +404,23 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
             {"quantization_config": {"quant_method": "fp8"}},
             "quantization_config of 'fp8'",
             "weights that are not quantized, or fp8 with a weight_block_size",
+        ),
+        *(
+            (
+                family,
+                {"quantization_config": {"quant_method": method, **more}},
+                f"quantization_config of '{method}'",
+                held,
+            )
+            for family, method, more, held in (
+                ("gpt_oss", "fp8", {"weight_block_size": [128, 128]}, "weights that are not quantized, or mxfp4"),
+                (
+                    "qwen3_moe",
+                    "mxfp4",
+                    {},
+                    "weights that are not quantized, or fp8 with a weight_block_size",
+                ),
+            )
         ),
         ("granite", {"attention_out_bias": True}, "attention_out_bias true", "false"),
         (
@@ -439,6 +468,7 @@ def test_a_model_with_images_whose_text_model_trains_is_refused_with_the_way_to_
         ("gemma3_text", {}, 4096, {1, 2, 3, 4, 5}),
         ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 8}, 8, {1, 3, 5}),
         ("olmo3", {"sliding_window": 8, "layer_types": [FULL, SLIDING, FULL, FULL, SLIDING]}, 8, {2, 5}),
+        ("gpt_oss", CLAMPED_EXPERTS, 128, {1, 3, 5}),
     ],
 )
 def test_windows_are_those_of_transformers(

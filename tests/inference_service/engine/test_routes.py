@@ -30,8 +30,9 @@ def chosen_by_transformers(path: Path, sequences: Sequence[Sequence[int]]) -> li
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     found: list[torch.Tensor] = []
     for layer in model.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(lambda _, __, output: found.append(output[2].sort(1).values))
+        router = getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None))
+        if router is not None:
+            router.register_forward_hook(lambda _, __, output: found.append(output[2].sort(1).values))
     routes = []
     for tokens in sequences:
         found.clear()
@@ -41,7 +42,9 @@ def chosen_by_transformers(path: Path, sequences: Sequence[Sequence[int]]) -> li
     return routes
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next", pytest.param("gpt_oss", marks=pytest.mark.nightly)]
+)
 def test_routes_are_those_of_every_token_but_the_last(family: str, tiny_model: Callable[..., Path]) -> None:
     """Prompts that are computed once for several responses, known from before, or the beginning of another one; turns;
     and more responses than run at once."""

@@ -57,6 +57,7 @@ WITH = {
         "glm4_moe",
         "qwen3_next",
         "qwen3_5_text",
+        "gpt_oss",
     ],
 )
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:

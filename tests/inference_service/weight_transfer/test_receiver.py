@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 from inference_service.weight_transfer.receiver import parameter_views, specs_of
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3_moe", False), ("qwen3_moe", True), ("qwen2", True)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen3_moe", False), ("qwen3_moe", True), ("qwen2", True), ("gpt_oss", False)]
+)
 def test_views_have_the_names_and_values_of_the_checkpoint(
     family: str,
     tied: bool,

@@ -49,7 +49,7 @@ def following(model: PreTrainedModel, routes_TLk: torch.Tensor) -> Iterator[None
     def of_layer(layer: int) -> Any:
         def hook(gate: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             hidden_TH = inputs[0].reshape(-1, inputs[0].shape[-1])
-            logits_TE = F.linear(hidden_TH, gate.weight)
+            logits_TE = F.linear(hidden_TH, gate.weight, getattr(gate, "bias", None))
             logits_or_scores, weights_Tk, chosen_Tk = output
             chosen_Tk = torch.cat([routes_TLk[:, layer], chosen_Tk[len(routes_TLk) :]])
             if hasattr(gate, "e_score_correction_bias"):
@@ -59,16 +59,15 @@ def following(model: PreTrainedModel, routes_TLk: torch.Tensor) -> Iterator[None
                 weights_Tk = weights_Tk * gate.routed_scaling_factor
             else:
                 weights_Tk = logits_TE.softmax(1).gather(1, chosen_Tk)
-                if gate.norm_topk_prob:
+                if getattr(gate, "norm_topk_prob", True):
                     weights_Tk = weights_Tk / weights_Tk.sum(1, keepdim=True)
             return logits_or_scores, weights_Tk, chosen_Tk
 
         return hook
 
+    routers = [getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers]
     hooks = [
-        layer.mlp.gate.register_forward_hook(of_layer(number))
-        for number, layer in enumerate(model.model.layers)
-        if hasattr(layer.mlp, "gate")
+        router.register_forward_hook(of_layer(number)) for number, router in enumerate(routers) if router is not None
     ]
     assert hooks, "the model has no experts"
     try:

@@ -119,7 +119,7 @@ LARGER = {
 DEEPSEEKS = ("deepseek_v3", "glm4_moe")
 OTHER_FAMILIES = ("granite", "ministral3", "qwen3_5_text")
 DELTA_NETS = ("qwen3_next", "qwen3_5")
-WITH_EXPERTS = (*DEEPSEEKS, "qwen3_next", "qwen3_5_moe_text")
+WITH_EXPERTS = (*DEEPSEEKS, "qwen3_next", "qwen3_5_moe_text", "gpt_oss")
 """Those with operations that the families of `cases` do not have, and of which a layout might make something else."""
 
 OTHER_NORMS = ("olmo2", "olmo3", "gemma3_text")
@@ -276,7 +276,7 @@ def cover_of_each(families: Sequence[str], num_ranks: int) -> list[Case]:
 
 
 def expert_family_cases(num_ranks: int) -> list[Case]:
-    """Those of families with experts and layers of their own: DeepSeek-V3's, and Qwen3-Next's."""
+    """Those of families with experts and layers of their own."""
     placed = [case for case in cases(num_ranks) if case.experts]
     some = [
         replace(case, ragged=ragged, family=family)

@@ -77,16 +77,24 @@ def samples_of(lengths: Lengths, padding: int) -> list[tuple[list[int], int]]:
 
 
 def plain_attention(
-    query_LHD: torch.Tensor, key_LKD: torch.Tensor, value_LKD: torch.Tensor, scale: float, window: int | None
+    query_LHD: torch.Tensor,
+    key_LKD: torch.Tensor,
+    value_LKD: torch.Tensor,
+    scale: float,
+    window: int | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Causal attention of one sample, each row to the last `window` ones."""
+    """Causal attention of one sample, each row to the last `window` ones; a sink is one more score without a value."""
     per_key_head = query_LHD.shape[1] // key_LKD.shape[1]
     key_LHD, value_LHD = (x.repeat_interleave(per_key_head, 1) for x in (key_LKD, value_LKD))
     scores_HLL = torch.einsum("ihd,jhd->hij", query_LHD, key_LHD) * scale
     hidden_LL = torch.ones(scores_HLL.shape[1:], dtype=torch.bool).triu(1)
     if window is not None:
         hidden_LL |= torch.ones_like(hidden_LL).tril(-window)
-    return torch.einsum("hij,jhd->ihd", scores_HLL.masked_fill(hidden_LL, -torch.inf).softmax(-1), value_LHD)
+    scores = scores_HLL.masked_fill(hidden_LL, -torch.inf)
+    if sinks_H is not None:
+        scores = torch.cat([scores, sinks_H[:, None, None].expand(-1, len(query_LHD), 1)], -1)
+    return torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., : len(key_LKD)], value_LHD)
 
 
 def unshared_attention(
@@ -96,16 +104,23 @@ def unshared_attention(
     samples: Sequence[tuple[list[int], int]],
     scale: float,
     window: int | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     out_THD = torch.zeros_like(query_THD)
     for rows, num_own in samples:
-        own_out = plain_attention(query_THD[rows], key_TKD[rows], value_TKD[rows], scale, window)[-num_own:]
+        own_out = plain_attention(query_THD[rows], key_TKD[rows], value_TKD[rows], scale, window, sinks_H)[-num_own:]
         out_THD = out_THD.index_copy(0, torch.tensor(rows[-num_own:]), own_out)
     return out_THD
 
 
 def largest_error(
-    lengths: Lengths, dtype: torch.dtype, heads: tuple[int, int, int], padding: int = 0, window: int | None = None
+    lengths: Lengths,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    padding: int = 0,
+    window: int | None = None,
+    *,
+    has_sinks: bool = False,
 ) -> float:
     """Of output and gradients, relative to the largest value of each; the reference is in float64.
 
@@ -116,14 +131,17 @@ def largest_error(
     shapes = [(segments.num_rows, n, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
     inputs = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes]
     scale = head_dim**-0.5
+    inputs.insert(0, 2 * torch.randn(num_heads, dtype=torch.float64).to(dtype))
 
-    *qkv, dout = (x.requires_grad_() for x in inputs)
-    out = shared_prompt_attention(*qkv, segments, scale, choose_device("cpu").ATTENTION, window=window)
-    actual = [out, *torch.autograd.grad(out, qkv, dout.detach())]
+    sinks_H, *qkv, dout = (x.requires_grad_() for x in inputs)
+    sinks = {"sinks_H": sinks_H} if has_sinks else {}
+    out = shared_prompt_attention(*qkv, segments, scale, choose_device("cpu").ATTENTION, window=window, **sinks)
+    actual = [out, *torch.autograd.grad(out, [*qkv, *sinks.values()], dout.detach())]
 
-    *qkv, dout = (x.detach().double().requires_grad_() for x in inputs)
-    out = unshared_attention(*qkv, samples_of(lengths, padding), scale, window)
-    expected = [out, *torch.autograd.grad(out, qkv, dout.detach())]
+    sinks_H, *qkv, dout = (x.detach().double().requires_grad_() for x in inputs)
+    sinks = {"sinks_H": sinks_H} if has_sinks else {}
+    out = unshared_attention(*qkv, samples_of(lengths, padding), scale, window, sinks_H if has_sinks else None)
+    expected = [out, *torch.autograd.grad(out, [*qkv, *sinks.values()], dout.detach())]
     assert all(x.dtype == dtype for x in actual)
     return max(
         float((a - e).detach().abs().max()) / (float(e.detach().abs().max()) or 1.0)
@@ -153,6 +171,16 @@ def test_a_window_equals_unshared_attention_of_every_sample(name: str, dtype: to
 def test_a_window_of_many_blocks_equals_unshared_attention(window: int, rng: random.Random) -> None:
     lengths = [(rng.randint(600, 900), [rng.randint(1, 700) for _ in range(3)]), (5, [1, 600])]
     assert largest_error(lengths, torch.float64, (2, 1, 8), 0, window) <= LIMITS[torch.float64], lengths
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("name", NAMES)
+def test_sinks_join_each_softmax_once(name: str, dtype: torch.dtype, rng: random.Random) -> None:
+    """That of a response is over its prompt's keys and its own, in two parts, or in one with a window."""
+    lengths = make_lengths(name, rng)
+    for window in (None, rng.randint(1, 12)):
+        error = largest_error(lengths, dtype, (4, 2, 16), rng.choice([0, 5]), window, has_sinks=True)
+        assert error <= LIMITS[dtype], (window, lengths)
 
 
 @pytest.mark.parametrize("padding", [1, 7, 80])

@@ -168,8 +168,13 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3_moe", {}), ("deepseek_v3", {}), ("deepseek_v3", {"context_parallel": 2})],
-    ids=["qwen3_moe", "deepseek_v3", "deepseek_v3, shared rows"],
+    [
+        ("qwen3_moe", {}),
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {"context_parallel": 2}),
+        ("gpt_oss", {"tensor_parallel": 2}),
+    ],
+    ids=["qwen3_moe", "deepseek_v3", "deepseek_v3, shared rows", "gpt_oss, divided sinks"],
 )
 def test_experts_move_between_expert_parallel_ranks_and_one(
     tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path, family: str, layout: dict[str, Any]

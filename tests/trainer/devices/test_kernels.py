@@ -44,13 +44,19 @@ KERNELS = {
 
 
 def results(
-    inputs: Any, segments: Segments, kernel: AttentionKernel | None, window: int | None = None
+    inputs: Any,
+    segments: Segments,
+    kernel: AttentionKernel | None,
+    window: int | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Output and gradients of query, key and value."""
+    """Output and gradients of query, key and value, and of the sinks."""
     *qkv, dout = inputs
     leaves = [tensor.detach().requires_grad_() for tensor in qkv]
-    out = shared_prompt_attention(*leaves, segments, HEAD_DIM**-0.5, kernel, window=window)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    sinks = [] if sinks_H is None else [sinks_H.detach().requires_grad_()]
+    options = {"sinks_H": sinks[0]} if sinks else {}
+    out = shared_prompt_attention(*leaves, segments, HEAD_DIM**-0.5, kernel, window=window, **options)
+    return [out.detach(), *torch.autograd.grad(out, [*leaves, *sinks], dout)]
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -64,6 +70,22 @@ def test_kernel_gives_output_and_gradients_of_dense_attention(
     inputs = make_inputs(segments, dtype, HEADS, HEAD_DIM)
     expected = results([tensor.double() for tensor in inputs], segments, None, window)
     for actual, wanted in zip(results(inputs, segments, KERNELS[device](dtype), window), expected, strict=True):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), wanted, atol=TOLERANCES[dtype] * max(1, wanted.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("device", KERNELS)
+def test_sinks_are_in_the_output_and_gradients_of_every_kernel(
+    device: str, dtype: torch.dtype, window: int | None, segments: Segments
+) -> None:
+    if device.startswith("cpu") and dtype == torch.float16:
+        pytest.skip("the CPU kernel takes float16 only on some processors")
+    inputs, sinks_H = make_inputs(segments, dtype, HEADS, HEAD_DIM), torch.randn(HEADS[0]).to(dtype)
+    expected = results([tensor.double() for tensor in inputs], segments, None, window, sinks_H.double())
+    found = results(inputs, segments, KERNELS[device](dtype), window, sinks_H)
+    for actual, wanted in zip(found, expected, strict=True):
         assert actual.dtype == dtype
         torch.testing.assert_close(actual.double(), wanted, atol=TOLERANCES[dtype] * max(1, wanted.abs().max()), rtol=0)
 
@@ -136,6 +158,25 @@ def test_a_kernel_that_is_wrong_with_a_window_is_found_where_a_model_has_one() -
     kernel = WithoutWindow()
     assert checked_kernel(OnCPU(kernel), torch.float32, *HEADS, HEAD_DIM) is kernel
     checked = checked_kernel(OnCPU(kernel), torch.float32, *HEADS, HEAD_DIM, has_windows=True)
+    assert isinstance(checked, ComposedAttention)
+
+
+class OwnWindowStatistics(CPUAttention):
+    """A kernel that computes the softmax of its causal rows again in backward, whatever the merged one is."""
+
+    def backward(
+        self, dout: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, part: Part, scale: float
+    ) -> Any:
+        if part.window is not None:
+            out, lse = super().forward(query, key, value, part, scale)
+        return super().backward(dout, query, key, value, out, lse, part, scale)
+
+
+def test_a_kernel_that_cannot_take_sinks_is_found_where_a_model_has_them() -> None:
+    checked_kernel.cache_clear()
+    kernel = OwnWindowStatistics()
+    assert checked_kernel(OnCPU(kernel), torch.float32, *HEADS, HEAD_DIM, has_windows=True) is kernel
+    checked = checked_kernel(OnCPU(kernel), torch.float32, *HEADS, HEAD_DIM, has_windows=True, has_sinks=True)
     assert isinstance(checked, ComposedAttention)
 
 
@@ -219,11 +260,13 @@ def test_wrong_kernel_is_replaced_with_an_error(
     ],
     ids=["cpu", "cuda", "npu-bf16", "npu-fp32", "composed", "composed-bf16"],
 )
+@pytest.mark.parametrize("has_sinks", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_right_kernel_passes_the_check_on_first_use(
-    kernel: AttentionKernel, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+    kernel: AttentionKernel, dtype: torch.dtype, has_sinks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     checked_kernel.cache_clear()
-    assert checked_kernel(OnCPU(kernel), dtype, *HEADS, HEAD_DIM, has_windows=True) is kernel
+    checked = checked_kernel(OnCPU(kernel), dtype, *HEADS, HEAD_DIM, has_windows=True, has_sinks=has_sinks)
+    assert checked is kernel
     assert not caplog.records
 
 

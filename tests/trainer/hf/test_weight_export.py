@@ -75,6 +75,9 @@ def test_two_ranks_stream_the_original_bytes_and_hold_a_parcel_at_a_time(
         {"checkpoint": tiny_model("qwen3_5_text", num_key_value_heads=1), "layout": TP2, "bucket_bytes": 1},
         {"checkpoint": tiny_model("olmo3"), "layout": TP2, "bucket_bytes": SMALL_BUCKET},
         {"checkpoint": tiny_model("gemma3_text", tied=True), "layout": PP2, "bucket_bytes": SMALL_BUCKET},
+        # The experts of a layer are one tensor, of which either rank has a half.
+        {"checkpoint": tiny_model("gpt_oss"), "layout": {**TP2, **EP2}, "bucket_bytes": BIG_BUCKET},
+        {"checkpoint": tiny_model("gpt_oss", tied=True), "layout": EP2, "bucket_bytes": SMALL_BUCKET},
     ]
     reports = run_cases(2, cases, tmp_path)
     require_original_streams(reports, cases, tmp_path)
@@ -101,6 +104,8 @@ def test_four_ranks_stream_the_original_bytes(tiny_model: Callable[..., Path], t
         ("glm4_moe", True, {**TP2, **PP2, **EP2}),
         ("qwen3_next", False, {**TP2, **PP2, **EP2}),
         ("qwen3_5_text", True, {**TP2, **PP2}),
+        ("gpt_oss", False, {**TP2, **PP2, **EP2}),
+        ("gpt_oss", True, {**TP2, **CP2, "expert_parallel": 4}),
     ]
     cases = [
         {"checkpoint": tiny_model(family, tied=tied), "layout": layout, "bucket_bytes": SMALL_BUCKET}

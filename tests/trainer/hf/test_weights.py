@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from async_rl.checks.preflight.model import ModelFiles, require_supported
 from async_rl.errors import ConfigError
@@ -17,6 +18,7 @@ from async_rl.method.types import Group
 from inference_service.engine.model import load_model
 from tests.support.tiny_model import FAMILIES
 from trainer.hf.checkpoint import save_hf_checkpoint
+from trainer.hf.mxfp4 import with_mxfp4
 from trainer.hf.weight_map import CHOICE_BIAS, Layout, weight_map
 from trainer.hf.weights import read_part
 from trainer.trainer import MegatronTrainer
@@ -210,6 +212,67 @@ def test_fp8_is_read_by_blocks_and_layers_for_multi_token_prediction_are_left_ou
         torch.testing.assert_close(saved(tokens).logits, theirs(tokens).logits)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert "quantization_config" not in config and not config.get("num_nextn_predict_layers")
+
+
+def in_mxfp4(weights: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Experts of random bytes, of all four-bit values and of many scales; and what transformers makes of them."""
+    stored, meant = dict(weights), dict(weights)
+    for name, (num_experts, inputs, outputs) in ((n, w.shape) for n, w in weights.items() if n.endswith("_proj")):
+        blocks = torch.randint(256, (num_experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 126, blocks.shape[:-1], dtype=torch.uint8)
+        del stored[name]
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        meant[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return stored, meant
+
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+
+
+def test_mxfp4_is_read_as_transformers_dequantizes_it(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    source = copied(tiny_model("gpt_oss"), tmp_path / "mxfp4", quantization_config=MXFP4)
+    stored, meant = in_mxfp4(load_file(source / WEIGHTS))
+    assert len(stored) == len(meant) + 4
+    save_file(stored, source / WEIGHTS, {"format": "pt"})
+    require_supported(ModelFiles.find(str(source)))
+    trainer = make_trainer(source)
+    for spec, tensor in trainer.export.stream():
+        assert torch.equal(tensor, meant[spec.name]), spec.name
+    with safe_open(source / WEIGHTS, framework="pt") as file:
+        files = with_mxfp4(dict.fromkeys(file.keys(), file), "here")
+        for entry in (entry for entry in weight_map(trainer.export.shape) if entry.has_experts):
+            (name,) = entry.hf_shapes
+            for rank in range(4):
+                (at,) = entry.shards(rank, 4)[0].slices
+                assert torch.equal(read_part(files, name, None, at).float(), meant[name][at]), name
+    make_trainer(source, dtype="bfloat16").save_hf(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / WEIGHTS)
+    assert set(saved) == set(meant)
+    for name, tensor in saved.items():
+        assert tensor.dtype == torch.bfloat16 and torch.equal(tensor, meant[name].bfloat16()), name
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+    theirs = load_model(str(source), torch.device("cpu"), torch.bfloat16).model
+    assert all(torch.equal(weight, saved[name]) for name, weight in theirs.named_parameters())
+
+
+def test_mxfp4_whose_blocks_and_scales_do_not_belong_together_is_refused(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    source = copied(tiny_model("gpt_oss"), tmp_path / "mxfp4", quantization_config=MXFP4)
+    stored, _ = in_mxfp4(load_file(source / WEIGHTS))
+    name = "model.layers.0.mlp.experts.down_proj"
+    for scales, said in (
+        (stored[f"{name}_scales"][:, :, :1], r"scales of \[\[4, 32, 1\]\]"),
+        (None, r"scales of \[\]"),
+    ):
+        others = {key: tensor for key, tensor in stored.items() if key != f"{name}_scales"}
+        others |= {} if scales is None else {f"{name}_scales": scales.contiguous()}
+        save_file(others, source / WEIGHTS, {"format": "pt"})
+        with pytest.raises(ConfigError, match=rf"down_proj_blocks' of shape \[4, 32, 2, 16\] and {said}: expected"):
+            make_trainer(source)
 
 
 def test_layers_that_are_not_for_multi_token_prediction_are_not_left_out(

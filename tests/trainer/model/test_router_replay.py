@@ -51,7 +51,7 @@ def in_transformers(
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("max_tokens", [10_000, 6])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.nightly)])
 def test_log_probs_and_gradients_along_given_routes_equal_transformers(
     family: str,
     max_tokens: int,

@@ -39,6 +39,7 @@ def files_of(family: str) -> ModelFiles:
         ({"trainer": {"pipeline_parallel": 2}}, "qwen3", "needs trainer.pipeline_parallel = 1, not 2"),
         ({}, "qwen3_5_text", "is for models without linear attention, .* 'a-model' is of 'qwen3_5_text'"),
         ({}, "qwen3_moe", "is for models without experts, .* 'a-model' is of 'qwen3_moe'"),
+        ({}, "gpt_oss", "is for models without experts, .* 'a-model' is of 'gpt_oss'"),
         ({}, "mistral", "is for models without windows, .* 'a-model' has sliding_window 4096"),
     ],
 )
