@@ -83,6 +83,7 @@ def run(checkpoint: Path, target: Path, model: str | None, *, merges: bool = Fal
         config=config,
         iteration=content["iteration"],
         num_steps=content["num_steps"],
+        base=model or config.model.path,
         base_on_hub=not Path(model or config.model.path).exists(),
         is_adapter=config.adapter.is_given and not merges,
     )

@@ -59,6 +59,7 @@ FIGURES = (
     ("KL", "kl", "{:.2e}"),
     ("gap, largest", "max_logprob_gap", "{:.1e}"),
     ("gradient norm", "grad_norm", "{:.3g}"),
+    ("adapters kept", "merged_share", "{:.1%}"),
     ("tokens/s", "tokens_per_s", "{:.0f}"),
     ("overlap", "overlap_efficiency", "{:.0%}"),
 )

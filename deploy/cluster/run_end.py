@@ -58,13 +58,14 @@ def describe_end(config: Config) -> str:
     """After the last iteration: where the model is, what the evaluations say, and the commands that go on from here."""
     run_dir = config.run.dir
     name, model = shlex.quote(str(run_dir)), shlex.quote(str(run_dir / "model"))
+    exported = "the adapters alone, or with --merge the model; both " if config.adapter.is_given else ""
     evaluations = evaluation_lines(run_dir) or [f"none; async-rl eval {model} --data SOURCE --reward NAME makes one"]
     rows = [
         ("model", f"{run_dir / 'model'}, a Hugging Face checkpoint"),
         *(("evaluation", line) for line in evaluations),
         ("look at it", f"async-rl dashboard {name}"),
         ("one file", f"async-rl report {name}"),
-        ("hand it on", f"async-rl export {name} --to DIR, with a model card"),
+        ("hand it on", f"async-rl export {name} --to DIR, {exported}with a model card"),
     ]
     skipped = [iteration for iteration, num in _skipped_steps(run_dir).items() if num]
     if skipped:

@@ -177,12 +177,14 @@ def describe(record: Record) -> str:
     untrained = f"no gradient {share:.0%}  " if (share := record.get("untrained_groups")) else ""
     accuracy = f"accuracy {record['accuracy']:.3f}  " if "accuracy" in record else ""
     turns = f"turns {record['turns_mean']:.1f}  " if "turns_mean" in record else ""
+    # Of the publish before it: what adapters add may be rounded away.
+    kept = f"adapters kept {record['merged_share']:.1%}  " if "merged_share" in record else ""
     reward, length, speed = (
         format(record[name], form) if name in record else "-"
         for name, form in (("reward_mean", ".3f"), ("response_tokens_mean", ".1f"), ("tokens_per_s", ".0f"))
     )
     return (
-        f"{skipped}reward {reward}  {accuracy}{untrained}response {length} tokens  {turns}{speed} tokens/s  "
+        f"{skipped}reward {reward}  {accuracy}{untrained}response {length} tokens  {turns}{kept}{speed} tokens/s  "
         f"{record['seconds']:.2f} s  ({shares})"
     )
 

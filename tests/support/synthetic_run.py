@@ -65,6 +65,7 @@ class SyntheticRun:
             "learning_rate": 2e-5,
             "entropy": None if iteration == 3 else 1.2 - 0.8 * progress,
             "kl": 0.02 * progress,
+            "merged_share": 0.98 * progress,
             "on_policy": True,
             "logprob_gap_rms": gap,
             "max_logprob_gap": 12 * gap,

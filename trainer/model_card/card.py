@@ -33,14 +33,16 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 class Exported:
     """What is described: a checkpoint's config, its place in the run, and the name of the exported directory.
 
-    `iteration` is trained next; `num_steps` optimizer steps were taken until then. `base_on_hub` says whether
-    `model.path` is a name of the hub, and not a directory, `is_adapter` whether adapters were exported alone.
+    `iteration` is trained next; `num_steps` optimizer steps were taken until then. `base_on_hub` says whether `base`,
+    the model that was trained, is a name of the hub, and not a directory, `is_adapter` whether adapters were exported
+    alone.
     """
 
     name: str
     config: Config
     iteration: int
     num_steps: int
+    base: str
     base_on_hub: bool
     is_adapter: bool = False
 
@@ -63,13 +65,17 @@ def model_card(exported: Exported, run_dir: Path) -> str:
 
 
 def _front_matter(exported: Exported) -> str:
-    base = exported.config.model.path
+    hub_base = exported.base if exported.base_on_hub and _HUB_NAME.fullmatch(exported.base) else None
+    tags = ["async-rl", "reinforcement-learning"]
+    if exported.is_adapter:
+        # As peft marks its own cards.
+        tags += ["lora", *([f"base_model:adapter:{hub_base}"] if hub_base else [])]
     data = ModelCardData(
-        base_model=base if exported.base_on_hub and _HUB_NAME.fullmatch(base) else None,
+        base_model=hub_base,
         datasets=_hub_datasets(exported.config) or None,
         library_name="peft" if exported.is_adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["async-rl", "reinforcement-learning"],
+        tags=tags,
     )
     return str(data.to_yaml()).strip()
 
@@ -85,10 +91,11 @@ def _sources(config: Config) -> list[str]:
 
 
 def _summary(exported: Exported, records: history.History) -> str:
-    base = _code(exported.config.model.path, "path")
+    base = _code(exported.base, "path")
+    what, how = ("The policy", "trained from") if not exported.is_adapter else ("Adapters (LoRA)", "trained beside")
     text = (
-        f"The policy of a run of async-rl after {exported.iteration} iterations ({exported.num_steps} optimizer "
-        f"steps), trained from {base} by reinforcement learning. `async-rl export` wrote this card from the checkpoint "
+        f"{what} of a run of async-rl after {exported.iteration} iterations ({exported.num_steps} optimizer "
+        f"steps), {how} {base} by reinforcement learning. `async-rl export` wrote this card from the checkpoint "
         "and the run's records; it says nothing that they do not hold. They hold no licence, no languages and no "
         "limits of use: add those before you publish it."
     )
@@ -99,7 +106,7 @@ def _summary(exported: Exported, records: history.History) -> str:
 def _loading(exported: Exported) -> str:
     name = json.dumps(exported.name, ensure_ascii=True)
     if exported.is_adapter:
-        return _loading_adapter(name)
+        return _loading_adapter(exported, name)
     python = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"directory = {name}  # this one\n"
@@ -114,15 +121,16 @@ def _loading(exported: Exported) -> str:
     return f"{fenced(python, 'python')}\n\n{note} vLLM serves the directory as well."
 
 
-def _loading_adapter(name: str) -> str:
+def _loading_adapter(exported: Exported, name: str) -> str:
     python = (
         "from peft import AutoPeftModelForCausalLM\n\n"
         f"directory = {name}  # this one\n"
         "model = AutoPeftModelForCausalLM.from_pretrained(directory)  # with the base model of adapter_config.json"
     )
     return (
-        f"{fenced(python, 'python')}\n\nThe adapters are safetensors in float32. vLLM serves them beside the base "
-        "(`--enable-lora --lora-modules NAME=DIRECTORY`)."
+        f"{fenced(python, 'python')}\n\nThe adapters are safetensors in float32, of no use without their base, "
+        f"{_code(exported.base, 'path')}. vLLM serves them beside it (`--enable-lora --lora-modules "
+        f"NAME=DIRECTORY`, with a `--max-lora-rank` of at least {exported.config.adapter.rank})."
     )
 
 
@@ -131,7 +139,7 @@ def _training(exported: Exported) -> str:
     prompts, rollout = config.prompts, config.rollout
     rewards = [_code(name, "name") for each in config.reward.single_rewards.values() if (name := each.name) is not None]
     rows: Mapping[str, str] = {
-        "base model": _code(config.model.path, "path"),
+        "base model": _code(exported.base, "path"),
         "data": ", ".join(_code(source, "source") for source in _sources(config)),
         "rollouts": "single turns" if rollout.program == SINGLE_TURN else _code(rollout.program, "program"),
         "reward": ", ".join(rewards) or "the program's own",
@@ -142,7 +150,9 @@ def _training(exported: Exported) -> str:
         "precision": code(config.model.dtype),
     }
     if config.adapter.is_given:
-        rows = {**rows, "adapters": f"rank {config.adapter.rank}, alpha {config.adapter.alpha:g}"}
+        merged = "" if exported.is_adapter else ", merged into the weights"
+        size = f"rank {config.adapter.rank}, alpha {config.adapter.alpha:g}"
+        rows = {**rows, "adapters": f"{size}, of {', '.join(map(code, config.adapter.targets))}{merged}"}
     return table(["", ""], [list(row) for row in rows.items()], of_numbers=False)
 
 
@@ -170,7 +180,7 @@ def _version(package: str) -> str:
         return "(not installed)"
 
 
-SHOWN = ("model", "prompts", "rollout", "reward", "algorithm", "optimizer", "train", "trainer")
+SHOWN = ("model", "prompts", "rollout", "reward", "algorithm", "adapter", "optimizer", "train", "trainer")
 """Sections that decide what was trained; others name hosts, ports and directories."""
 
 PROSE = ("system_prompt", "stop")

@@ -21,6 +21,7 @@ CURVES = {
     "response tokens": "response_tokens_mean",
     "gradient norm": "grad_norm",
     "log-prob gap (RMS)": "logprob_gap_rms",
+    "values changed by adapters": "merged_share",
 }
 """Column -> figure of `metrics.jsonl`."""
 

@@ -44,6 +44,9 @@ NUM_LOG_LINES = 20
 MAX_LOG_BYTES = 16_384
 MAX_CAUSE_CHARACTERS = 4000
 
+PERIOD_FIGURES = ("seconds", "publish_s", "merged_share", "step_s", "wait_s", "train_s", *DETAILS)
+"""Of an iteration's record, those that are shown beside its groups."""
+
 PROOF_FIELDS = (
     "iteration",
     "weight_version",
@@ -159,9 +162,9 @@ class RunData:
         with self._lock:
             record = self._table.row(iteration)
             spans = [span for span in self._files.timeline.spans() if span.key == iteration]
-        times = {name: record.get(name) for name in ("seconds", "publish_s", "step_s", "wait_s", "train_s", *DETAILS)}
+        figures = {name: record.get(name) for name in PERIOD_FIGURES}
         rows = (row for span in spans for row in span.rows())
-        return {"iteration": iteration, **times, "groups": [_group(row) for row in rows]}
+        return {"iteration": iteration, **figures, "groups": [_group(row) for row in rows]}
 
     def periods(self) -> list[int]:
         """The iterations whose groups are kept, ascending."""

@@ -59,6 +59,7 @@ def test_the_end_names_model_evaluation_and_the_commands_that_go_on(tmp_path: Pa
     assert "held-out: avg@2 0.500 at iteration 9, 0.250 at 0" in said and "other: reward_mean -1.000 at iter" in said
     for command in ("dashboard", "report", "export"):
         assert f"async-rl {command} {tmp_path}" in said
+    assert "adapters" not in said and "or with --merge" in describe_end(config(tmp_path, adapter={"rank": 4}))
     (tmp_path / "evaluations.jsonl").unlink()
     assert evaluation_lines(tmp_path) == [] and "async-rl eval" in describe_end(config(tmp_path))
 

@@ -29,6 +29,7 @@ OPTIONAL = (
     "queue_wait_s_mean",
     "desired_instances",
     "grad_norm",
+    "merged_share",
 )
 
 
@@ -161,6 +162,18 @@ def test_the_live_view_shows_figures_and_time_to_go(record: MakeRecord, tmp_path
     assert "0:04 to go" in shown
     assert "tokens/s" in shown and "500" in shown
     assert "lost [an] instance" in shown
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_a_publish_kept_of_adapters_is_shown_where_there_are_any(
+    record: MakeRecord, terminal: bool, tmp_path: Path
+) -> None:
+    for figure in ({}, {"merged_share": 0.9871}):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=200, height=40)
+        with make_run_view(console, tmp_path, None) as view:
+            view.show(record(0, **figure))
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("adapters kept" in shown) == ("98.7%" in shown) == bool(figure)
 
 
 def test_time_shares_add_up_to_one(record: MakeRecord) -> None:

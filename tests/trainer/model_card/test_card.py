@@ -28,8 +28,17 @@ def make_config(**sections: Any) -> Config:
     return parse_config({name: tree.get(name, {}) | sections.get(name, {}) for name in {**tree, **sections}}, "test")
 
 
-def card(run_dir: Path, config: Config, name: str = "mine", iteration: int = 40, on_hub: bool = True) -> str:
-    exported = Exported(name=name, config=config, iteration=iteration, num_steps=iteration, base_on_hub=on_hub)
+def card(
+    run_dir: Path,
+    config: Config,
+    name: str = "mine",
+    iteration: int = 40,
+    *,
+    base: str | None = None,
+    on_hub: bool = True,
+    is_adapter: bool = False,
+) -> str:
+    exported = Exported(name, config, iteration, iteration, base or config.model.path, on_hub, is_adapter)
     return model_card(exported, run_dir)
 
 
@@ -77,6 +86,35 @@ def test_a_directory_is_not_taken_for_a_name_of_the_hub(tmp_path: Path) -> None:
     text = card(tmp_path, config, on_hub=False)
     assert front_matter(text).keys() == {"library_name", "pipeline_tag", "tags"}
     assert "| data | `.../rows.jsonl` |" in text and "someone" not in text
+
+
+def test_adapters_are_said_to_be_adapters_of_their_base(tmp_path: Path) -> None:
+    write_records(tmp_path)
+    adapter = {"rank": 16, "targets": ["q_proj", "v_proj"], "path": "/home/someone/before"}
+    text = card(tmp_path, make_config(adapter=adapter), is_adapter=True)
+    assert front_matter(text) == {
+        "base_model": HUB,
+        "datasets": ["openai/gsm8k"],
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["async-rl", "reinforcement-learning", "lora", f"base_model:adapter:{HUB}"],
+    }
+    assert f"Adapters (LoRA) of a run of async-rl after 40 iterations (40 optimizer steps), trained beside `{HUB}`" in text
+    assert "| adapters | rank 16, alpha 32, of `q_proj`, `v_proj` |" in text and "of at least 16" in text
+    assert 'adapter.targets = ["q_proj", "v_proj"]' in text and 'adapter.path = ".../before"' in text
+    merged = card(tmp_path, make_config(adapter={"rank": 16}))
+    assert "| adapters | rank 16, alpha 32, of `all-linear`, merged into the weights |" in merged
+    assert front_matter(merged)["library_name"] == "transformers" and "lora" not in front_matter(merged)["tags"]
+
+
+def test_a_base_that_was_named_for_the_export_is_the_one_that_is_named(tmp_path: Path) -> None:
+    """`--model`, where the run's own name of it is of no use."""
+    config = make_config(model={"path": "models/base"}, adapter={"rank": 4})
+    text = card(tmp_path, config, base="Qwen/Qwen3-1.7B", is_adapter=True)
+    assert front_matter(text)["base_model"] == "Qwen/Qwen3-1.7B" and "| base model | `Qwen/Qwen3-1.7B` |" in text
+    local = card(tmp_path, config, base="/home/someone/base", on_hub=False, is_adapter=True)
+    assert "base_model" not in front_matter(local) and "trained beside `.../base`" in local
+    assert front_matter(local)["tags"] == ["async-rl", "reinforcement-learning", "lora"]
 
 
 def test_a_program_that_rewards_itself_is_said_so(tmp_path: Path) -> None:

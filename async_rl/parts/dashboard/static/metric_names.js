@@ -23,6 +23,7 @@ const KNOWN = {
   loss: ["Loss", "", "Optimizer"],
   grad_norm: ["Gradient norm", "", "Optimizer"],
   learning_rate: ["Learning rate", "", "Optimizer"],
+  merged_share: ["Values that adapters changed in the publish", "share", "Optimizer"],
   skipped_steps: ["Steps not taken", "", "Optimizer"],
   value_loss: ["Critic's loss", "", "Optimizer"],
   explained_variance: ["Critic's explained variance", "", "Optimizer"],

@@ -95,7 +95,7 @@ export class Period {
   }
 
   #summarize(timed) {
-    const { groups, seconds, publish_s, iteration } = this.period;
+    const { groups, seconds, publish_s, merged_share, iteration } = this.period;
     const trained = groups.filter((group) => group.is_trained !== false);
     const summary = byId("period-summary");
     if (!groups.length) {
@@ -106,6 +106,7 @@ export class Period {
     }
     const elsewhere = trained.length - timed.length;
     const parts = [`Iteration ${iteration}: ${trained.length} groups`, `${formatSeconds(seconds)} in all`, `publish ${formatSeconds(publish_s)}`];
+    if (typeof merged_share === "number") parts.push(`${formatNumber(merged_share, "share")} of the values with adapters changed by it`);
     if (this.period.wait_s !== null && this.period.wait_s !== undefined) parts.push(`the trainer waited ${formatSeconds(this.period.wait_s)}`);
     if (elsewhere > 0) parts.push(`${elsewhere} groups of other replicas have no times here`);
     summary.textContent = `${parts.join(", ")}.`;
