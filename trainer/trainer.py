@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
+from async_rl.checks.preflight.adapter import first_adapters
 from async_rl.checks.preflight.model import find_checkpoint, read_shape
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.algorithm_section import AlgorithmSection
@@ -138,6 +139,7 @@ class MegatronTrainer:
         """The trainer of a run; raises what the constructor does."""
         # On a CPU both pools have the host's memory anyway.
         takes_turns = config.run.placement == "turns" and config.trainer.device != "cpu"
+        adapter = config.adapter.model_copy(update={"path": first_adapters(config)})
         return cls(
             parallel,
             config.trainer,
@@ -146,7 +148,7 @@ class MegatronTrainer:
             config.algorithm,
             config.optimizer,
             config.train,
-            config.adapter,
+            adapter,
             takes_turns=takes_turns,
         )
 

@@ -1,5 +1,5 @@
 """Evaluates a model on this machine: `async-rl eval MODEL --data SOURCE (--reward NAME | --program NAME)`, or
-`async-rl eval CONFIG.toml`.
+`async-rl eval CONFIG.toml`. Of a run, or of adapters, it makes a checkpoint first (`async-rl export`).
 
 Starts instances of the model on this machine, or uses running ones, and samples and scores the data with them, through
 the program `async_rl.evaluation`. Every process it started ends with it, however it ends.
@@ -176,17 +176,34 @@ def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> E
 
 
 @contextmanager
-def _config(options: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Path]:
-    """The config that was named, or one that the options stand for, in a directory of its own."""
+def _config(options: argparse.Namespace, overrides: Sequence[str], console: Console) -> Iterator[tuple[Path, str]]:
+    """The config that was named, or one that the options stand for, in a directory of its own; and its model."""
     named = evaluate_options.config_path(options)
     if named is not None:
-        yield named
+        yield named, load_config(named, overrides).model.path
         return
     evaluate_options.require_reward(options, overrides)
     with _directory() as directory:
-        path = directory / "evaluation.toml"
-        _write_config(path, evaluate_options.config_text(options, directory))
-        yield path
+        path, made = directory / "evaluation.toml", str(directory / "model")
+        words = evaluate_options.export_words(options)
+        _write_config(path, evaluate_options.config_text(options, directory, made if words else None))
+        if words:
+            # What is wrong with other options is named before this, which may take minutes.
+            load_config(path, overrides)
+            _export([*words, "--to", made], directory, console)
+        yield path, options.model
+
+
+def _export(words: Sequence[str], directory: Path, console: Console) -> None:
+    """Runs `async-rl export` with these arguments.
+
+    Raises:
+        ProcessFailed: it failed.
+    """
+    require_extras("async-rl eval", "trainer")
+    argv = (sys.executable, "-m", "trainer.export", *words)
+    with Deployment() as deployment, console.status(f"evaluation: making a checkpoint of {words[0]}"):
+        deployment.run(Process("export", "program", argv, log_path(directory, "export")), lambda: None)
 
 
 @contextmanager
@@ -220,8 +237,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.out is not None:
             require_writable(options.out)
-        with _config(options, overrides) as path:
-            model = load_config(path, overrides).model.path
+        with _config(options, overrides, console) as (path, model):
             results = evaluate(path, overrides, console).results
         show_results(console, results)
         if options.out is not None:

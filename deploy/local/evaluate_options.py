@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from async_rl.checks.preflight.adapter import CONFIG_FILE
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.records.run_records import METRICS
 from async_rl.shared.programs.command_line import Parser
 
 CONFIG_SUFFIX = ".toml"
@@ -26,7 +28,10 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Of the options that stand for keys, none of which may be given beside a config."""
 
-OF_A_MODEL = ("data", "reward", "max_prompts", "instances", *DEFAULTS)
+OF_A_RUN = ("checkpoints", METRICS, "manifest.json")
+"""What a run's directory has, or one of its checkpoints."""
+
+OF_A_MODEL = ("base", "data", "reward", "max_prompts", "instances", *DEFAULTS)
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
@@ -42,7 +47,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="Hugging Face checkpoint: a directory or a hub name; or a config, CONFIG.toml, with [[evaluation.sets]]",
+        help="Hugging Face checkpoint: a directory or a hub name; a run's directory, whose newest checkpoint it is, or "
+        "a checkpoint in it; a directory with adapters that peft has saved; or a config, CONFIG.toml, with "
+        "[[evaluation.sets]]",
+    )
+    parser.add_argument(
+        "--base", metavar="MODEL", help="where the base of adapters, or of a run, is now, if not where they say"
     )
     parser.add_argument(
         "--data", action="append", help="as prompts.source, such as rows.jsonl; may be given several times"
@@ -109,14 +119,45 @@ def require_reward(options: argparse.Namespace, overrides: Sequence[str]) -> Non
     )
 
 
-def config_text(options: argparse.Namespace, run_dir: Path) -> str:
-    """The options as a config in TOML, with an evaluation set for each source."""
+def export_words(options: argparse.Namespace) -> list[str] | None:
+    """The arguments of `trainer.export` that make a checkpoint of what was named; None if it is one.
+
+    Adapters are merged in float32: what loads the checkpoint rounds once, to the dtype that it computes with.
+
+    Raises:
+        ConfigError: a base is named beside a checkpoint.
+    """
+    base = [] if options.base is None else ["--model", options.base]
+    kind = _kind_of(Path(options.model))
+    if kind == CONFIG_FILE:
+        return [options.model, "--merge", "--dtype", "float32", *base]
+    if kind is not None:
+        return [options.model, "--merge", *base]
+    if base:
+        raise ConfigError(f"--base is for adapters and runs, and {options.model!r} is neither: leave it out")
+    return None
+
+
+def _kind_of(path: Path) -> str | None:
+    """The file or directory by which it is adapters, a run or its checkpoint; None of what else it may be."""
+    try:
+        if any(path.glob("*.safetensors")) and not (path / CONFIG_FILE).is_file():
+            return None
+        return next((name for name in (CONFIG_FILE, *OF_A_RUN) if (path / name).exists()), None)
+    except OSError:
+        # Too long, or below a directory that may not be read: what reads a checkpoint names it.
+        return None
+
+
+def config_text(options: argparse.Namespace, run_dir: Path, model: str | None = None) -> str:
+    """The options as a config in TOML, with an evaluation set for each source; `model` is a checkpoint that was made of
+    the named one."""
     chosen = {
         name: default if (value := getattr(options, name)) is None else value for name, default in DEFAULTS.items()
     }
     values = {
         "run.dir": str(run_dir),
-        "model.path": options.model,
+        "model.path": model or options.model,
         "prompts.source": options.data[0],
         "prompts.prompts_per_batch": 1,
         "rollout.program": chosen["program"],

@@ -1,5 +1,6 @@
 """`async-rl export`: the policy of a checkpoint as transformers loads it."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from async_rl.method.types import Group
 from tests.support.full_disk import largest_file
 from tests.support.trainer.checkpoint_worker import Run
 from trainer.checkpoint.files import checkpoint_path, read_manifest, seal, weights_digest
-from trainer.checkpoint.policy_export import export_policy
+from trainer.checkpoint.policy_export import export_merged, export_policy
 from trainer.export import choose_checkpoint, require_empty
 from trainer.forward_backward import make_passes
 from trainer.parallel import Parallel
@@ -88,6 +89,7 @@ def test_the_command_exports_the_newest_checkpoint_or_the_one_asked_for(
     assert "is not an empty directory: name a new one" in again.stderr
     assert choose_checkpoint(run_dir, None) == checkpoint_path(run_dir / "checkpoints", 2)
     assert choose_checkpoint(run_dir, 1) == checkpoint_path(run_dir / "checkpoints", 1)
+    assert choose_checkpoint(run_dir / "checkpoints/iteration-000001", None) == choose_checkpoint(run_dir, 1)
     with pytest.raises(ConfigError, match="no checkpoint iteration-000007: there are iteration-000001, iteration-00"):
         choose_checkpoint(run_dir, 7)
 
@@ -154,6 +156,54 @@ def test_adapters_are_written_as_peft_loads_them_or_merged(
     with torch.no_grad():
         base = AutoModelForCausalLM.from_pretrained(tiny_model("qwen3"))(tokens).logits
     assert float((merged - base).abs().max()) > 1e-2
+
+
+def test_adapters_that_peft_saved_are_merged_as_those_of_a_run(
+    make_run: Callable[..., MegatronTrainer], tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    make_run(adapter={"rank": 3, "targets": ["q_proj", "down_proj"]})
+    checkpoint = checkpoint_path(tmp_path / "run/checkpoints", 2)
+    export_policy(checkpoint, tmp_path / "out", parallel)
+    export_policy(checkpoint, tmp_path / "merged", parallel, merges=True)
+    export_merged(tmp_path / "out", tmp_path / "again", parallel, None, None)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "again"))
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items()) and ours.keys() == theirs.keys()
+    assert AutoTokenizer.from_pretrained(tmp_path / "again").encode("ab")
+    export_merged(tmp_path / "out", tmp_path / "narrow", parallel, str(tiny_model("qwen3")), "bfloat16")
+    for name, tensor in load_file(tmp_path / "narrow/model.safetensors").items():
+        assert tensor.dtype == torch.bfloat16
+        torch.testing.assert_close(tensor.float(), ours[name], rtol=2**-7, atol=2**-9)
+
+
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"peft_type": "LOHA"}, r"out' has peft_type = 'LOHA': only 'LORA' is held"),
+    ({"r": None}, r"out' has no r, the rank, in its adapter_config\.json"),
+    ({"r": 5}, r"of shape \[3, 64\] .* adapter\.rank = 5 needs \[5, 64\]"),
+    ({"lora_alpha": "high"}, r"has lora_alpha = 'high', which is not held: Input should be a valid number"),
+    (
+        {"target_modules": ["lm_head"]},
+        r"has target_modules = \['lm_head'\], which is not held: Input should be 'all",
+    ),
+    ({"target_modules": "q.*"}, r"has target_modules = 'q\.\*', which is not held"),
+    ({"target_modules": ["model.layers.0.mlp.up_proj"]}, r"has no '.*layers\.0\.mlp\.up_proj\.lora_A\.weight'"),
+    ({"use_dora": True}, r"has use_dora = True: only False is held"),
+    ({"base_model_name_or_path": "gone/../away/x"}, r"away/x' does not exist|say where it is now: --model"),
+]
+"""(What another adapter_config.json has, what is said of it.)"""
+
+
+def test_saved_adapters_that_cannot_be_merged_are_named(
+    make_run: Callable[..., MegatronTrainer], parallel: Parallel, tmp_path: Path
+) -> None:
+    make_run(adapter={"rank": 3, "targets": ["q_proj", "down_proj"]})
+    export_policy(checkpoint_path(tmp_path / "run/checkpoints", 2), tmp_path / "out", parallel)
+    config = tmp_path / "out/adapter_config.json"
+    saved = json.loads(config.read_text())
+    for changes, words in UNFIT:
+        config.write_text(json.dumps({**saved, **changes}))
+        with pytest.raises(ConfigError, match=words):
+            export_merged(tmp_path / "out", tmp_path / "merged", parallel, None, None)
+        assert not (tmp_path / "merged").exists()
 
 
 def test_adapters_beside_other_weights_than_those_they_were_trained_beside_are_refused(

@@ -32,6 +32,8 @@ _MAY_CHANGE = {
     *("optimizer.learning_rate", "optimizer.schedule", "optimizer.min_learning_rate_ratio"),
     "optimizer.warmup_iterations",
     "algorithm.options.critic_learning_rate",
+    # Read where there is no checkpoint.
+    "adapter.path",
 }
 _OF_A_START = {"run.dir", "run.resume", "run.accept_changes", "pool.instances"}
 """Others at every start."""

@@ -1,11 +1,12 @@
-"""The policy of a checkpoint as a Hugging Face checkpoint; `trainer.export` calls it."""
+"""The policy of a checkpoint, or adapters and their base, as a Hugging Face checkpoint; `trainer.export` calls it."""
 
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from async_rl.checks.preflight.model import find_checkpoint, read_shape
+from async_rl.checks.preflight.adapter import read_saved_section, require_saved_adapters
+from async_rl.checks.preflight.model import ModelFiles, find_checkpoint, read_shape
 from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
@@ -13,7 +14,7 @@ from trainer.checkpoint.checkpoint import fill, read_checked
 from trainer.checkpoint.compatibility import other_base
 from trainer.checkpoint.files import weights_digest
 from trainer.checkpoint.tensors import POLICY, model_tensors
-from trainer.hf.adapters import add_adapters, save_adapters
+from trainer.hf.adapters import add_adapters, save_adapters, start_adapters
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import build_model
@@ -55,6 +56,33 @@ def export_policy(
         save_adapters(model, config.adapter, model_path or config.model.path, target)
     else:
         save_hf_checkpoint(model, source, target)
+
+
+def export_merged(adapters: Path, target: Path, parallel: Parallel, base: str | None, dtype: str | None) -> None:
+    """Writes adapters that peft has saved in a directory, merged into their base, to `target`, with the base's files.
+
+    Args:
+        parallel: one process.
+        base: where the base is, by default where the adapters' own config says.
+        dtype: of the merged weights, "float32" or "bfloat16"; by default the base's own.
+
+    Raises:
+        ConfigError: there is no such base, or the adapters do not fit it.
+    """
+    section, said = read_saved_section(adapters)
+    source = _find_model(base or said)
+    files = ModelFiles.find(str(source), "the base", is_whole=False)
+    require_saved_adapters(section, files)
+    model = build_model(files.shape, _dtype_of(files, dtype), parallel, TrainerSection())
+    load_hf_weights(model, source)
+    start_adapters(model, section)
+    save_hf_checkpoint(model, source, target)
+
+
+def _dtype_of(files: ModelFiles, asked: str | None) -> torch.dtype:
+    """Of a base that does not say it, or has another one than the trainer computes with, float32."""
+    own = files.config.get("dtype") or files.config.get("torch_dtype")
+    return torch.bfloat16 if (asked or own) == "bfloat16" else torch.float32
 
 
 def _find_model(path: str) -> Path:

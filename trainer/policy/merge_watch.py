@@ -58,8 +58,9 @@ class MergeWatch:
             if self._unchanged[name] == MAX_UNCHANGED:
                 raise UpdatesRoundedAway(
                     f"the adapter of {name} has an update, but none of its values is left in the published weights "
-                    f"after rounding, for {MAX_UNCHANGED} publishes: the instances generate without it; set "
-                    "model.dtype to 'float32', or raise optimizer.learning_rate or adapter.alpha"
+                    f"after rounding, for {MAX_UNCHANGED} publishes: the instances generate without it; "
+                    "raise optimizer.learning_rate and resume; or set model.dtype to 'float32', or raise "
+                    "adapter.alpha, with run.accept_changes = true, or in a run of its own"
                 )
         changed, values, _ = map(sum, zip(*sums.values(), strict=True))
         return {"merged_share": changed / values}

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from async_rl.checks.preflight.adapter_sizes import ATTENTION, linear_sizes, targeted
 from async_rl.checks.preflight.model import CRITIC, ModelFiles
 from async_rl.checks.preflight.weight_files import LAYERS, tensors_of
@@ -44,6 +46,9 @@ it takes from them what the new adapters begin with, whenever it loads them."""
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 
+IN_PEFT = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
+"""Key of `[adapter]` -> that of adapter_config.json."""
+
 PATTERNS = ("rank_pattern", "alpha_pattern")
 """Keys whose patterns give some layers another rank or alpha; peft writes patterns that match no layer, too."""
 
@@ -61,9 +66,56 @@ def require_adapters(config: Config, files: ModelFiles) -> None:
     for model in (files, *([] if critic is None else [ModelFiles.find(critic, CRITIC, is_whole=False)])):
         for fault in _faults_of_model(adapter, model.shape, model.named, config.trainer.tensor_parallel):
             raise ConfigError(fault)
-    if adapter.path is not None:
-        for fault in _faults_of_path(adapter, files.shape, adapter.path):
-            raise ConfigError(f"{str(adapter.path)!r} (adapter.path) {fault}")
+    if (path := first_adapters(config)) is not None:
+        for fault in _faults_of_path(adapter, files.shape, path):
+            raise ConfigError(f"{str(path)!r} (adapter.path) {fault}")
+
+
+def first_adapters(config: Config) -> Path | None:
+    """`adapter.path`, if the run starts from it: one that resumes has its adapters in a checkpoint, from then on."""
+    goes_on = config.run.resume and any((config.run.dir / "checkpoints").glob("iteration-*"))
+    return None if goes_on else config.adapter.path
+
+
+def read_saved_section(directory: Path) -> tuple[AdapterSection, str]:
+    """The `[adapter]` section that a directory of peft's stands for, and the name of its base.
+
+    Raises:
+        ConfigError: it is no such directory, or the adapters are of a form that is not held.
+    """
+    try:
+        found = _read_config(directory)
+    except ValueError as error:
+        raise ConfigError(f"{str(directory)!r} {error}") from error
+    targets, base = found.get("target_modules"), found.get("base_model_name_or_path")
+    values: dict[str, Any] = {"rank": found.get("r"), "alpha": found.get("lora_alpha"), "path": directory}
+    if isinstance(targets, str):
+        values["targets"] = [targets]
+    elif isinstance(targets, list):
+        # Of layers in full, as peft writes them for all-linear; which of them have factors is compared with the file.
+        values["targets"] = sorted({str(name).rpartition(".")[2] for name in targets})
+    try:
+        section = AdapterSection.model_validate(values)
+    except ValidationError as error:
+        key = IN_PEFT[str((*error.errors()[0]["loc"], "targets")[0])]
+        message = f"{str(directory)!r} has {key} = {found.get(key)!r}, which is not held: {error.errors()[0]['msg']}"
+        raise ConfigError(message) from error
+    if not section.is_given:
+        raise ConfigError(f"{str(directory)!r} has no r, the rank, in its {CONFIG_FILE}: save the adapters with peft")
+    return section, base if isinstance(base, str) else ""
+
+
+def require_saved_adapters(adapter: AdapterSection, files: ModelFiles) -> None:
+    """Checks that the adapters in `adapter.path` are those of a model.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    for fault in _faults_of_model(adapter, files.shape, files.named, 1):
+        raise ConfigError(fault)
+    assert adapter.path is not None, "adapters were saved"
+    for fault in _faults_of_path(adapter, files.shape, adapter.path):
+        raise ConfigError(f"{str(adapter.path)!r} {fault}")
 
 
 def factor_shapes(adapter: AdapterSection, shape: ModelShape) -> dict[str, tuple[int, int]]:
@@ -109,13 +161,9 @@ def _faults_of_model(adapter: AdapterSection, shape: ModelShape, named: str, ten
 
 def _faults_of_path(adapter: AdapterSection, shape: ModelShape, path: Path) -> Iterator[str]:
     try:
-        found: dict[str, Any] = json.loads((path / CONFIG_FILE).read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        yield f"has no {CONFIG_FILE} that can be read: {error}; name a directory that peft has saved"
-        return
-    if not isinstance(found, dict) or found.get("peft_type") != "LORA":
-        kind = found.get("peft_type") if isinstance(found, dict) else found
-        yield f"has peft_type = {kind!r}: only 'LORA' is held"
+        found = _read_config(path)
+    except ValueError as error:
+        yield str(error)
         return
     if not (path / WEIGHTS_FILE).is_file():
         yield f"has no {WEIGHTS_FILE}: save the adapters as safetensors"
@@ -139,6 +187,22 @@ def _faults_of_path(adapter: AdapterSection, shape: ModelShape, path: Path) -> I
     if (start := found.get("init_lora_weights", True)) not in BASE_AS_IT_IS:
         yield f"has init_lora_weights = {start!r}, which changes the base: convert them as peft describes"
     yield from _faults_of_weights(adapter, shape, path / WEIGHTS_FILE)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: there is none, or it is not that of low-rank adapters; to be said after the directory's name.
+    """
+    try:
+        found = json.loads((path / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        fault = f"has no {CONFIG_FILE} that can be read: {error}; name a directory that peft has saved"
+        raise ValueError(fault) from error
+    if not isinstance(found, dict) or found.get("peft_type") != "LORA":
+        kind = found.get("peft_type") if isinstance(found, dict) else found
+        raise ValueError(f"has peft_type = {kind!r}: only 'LORA' is held")
+    return found
 
 
 def _faults_of_weights(adapter: AdapterSection, shape: ModelShape, file: Path) -> Iterator[str]:

@@ -76,6 +76,11 @@ class ModelFiles:
     def _of_directory(cls, name: str, setting: str) -> "ModelFiles":
         directory = Path(name)
         if not (directory / "config.json").is_file():
+            if (directory / "adapter_config.json").is_file():
+                raise ConfigError(
+                    f"{setting} {name!r} has adapters, not a model: name their base, and them as adapter.path; or make "
+                    f"a model of both (async-rl export {name} --merge --to DIR)"
+                )
             raise ConfigError(f"{setting} {name!r} has no config.json: give a Hugging Face checkpoint directory")
         tokenizer_config = directory / "tokenizer_config.json"
         return cls(

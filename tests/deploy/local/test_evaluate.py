@@ -5,18 +5,22 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError
 from deploy.local.evaluate import main, require_writable, show_results
-from deploy.local.evaluate_options import config_path, config_text, parse, require_reward, set_names
+from deploy.local.evaluate_options import config_path, config_text, export_words, parse, require_reward, set_names
 from tests.support.minimal_config import MINIMAL
 
 REWARD = """
@@ -78,6 +82,68 @@ def test_a_model_is_evaluated_from_start_to_figures(tiny_model: Callable[..., Pa
     assert "pass@4" in done.stdout.rsplit("\n", 2)[0], "the table comes before the JSON object"
     ours = [pid for pid in set(psutil.pids()) - before if _works_on(pid, str(data))]
     assert ours == []
+
+
+@pytest.mark.distributed
+def test_adapters_are_evaluated_with_their_base(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    """Their greedy responses are those that peft and transformers give."""
+    base = tiny_model()
+    torch.manual_seed(int(os.environ.get("TEST_SEED", "0")))
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=2, target_modules="all-linear"))
+    with torch.no_grad():
+        for name, factor in adapted.named_parameters():
+            if "lora_B" in name:
+                factor.normal_(0, 0.5)
+    # The path that peft notes is relative, or gone, where they are evaluated elsewhere.
+    adapted.peft_config["default"].base_model_name_or_path = "gone"
+    adapted.save_pretrained(tmp_path / "adapters")
+    (data.parent / "reward.py").write_text(
+        "def short(prompt, responses, row):\n    return [float(sum(r.token_ids)) for r in responses]\n"
+    )
+    words = ("--temperature", "0", "--max-tokens", "8", "--base", str(base), "--json")
+    done = evaluate(tmp_path / "adapters", data, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    tokenizer = AutoTokenizer.from_pretrained(base)
+
+    def mean_of(model: Any) -> float:
+        sums = []
+        for line in data.read_text().splitlines():
+            prompt = tokenizer(json.loads(line)["prompt"], return_tensors="pt").input_ids
+            tokens = model.generate(input_ids=prompt, do_sample=False, max_new_tokens=8)[0, prompt.shape[1] :]
+            sums.append(float(tokens.sum()))
+        return sum(sums) / len(sums)
+
+    assert result["model"] == str(tmp_path / "adapters")
+    assert result["sets"][0]["reward_mean"] == pytest.approx(mean_of(adapted))
+    with adapted.disable_adapter():
+        assert mean_of(adapted) != pytest.approx(result["sets"][0]["reward_mean"])
+
+
+def test_of_runs_checkpoints_and_adapters_a_checkpoint_is_made(tmp_path: Path) -> None:
+    def words(name: str, *options: str, files: Sequence[str] = (), folders: Sequence[str] = ()) -> list[str] | None:
+        path = tmp_path / name
+        path.mkdir(exist_ok=True)
+        for folder in folders:
+            (path / folder).mkdir()
+        for file in files:
+            (path / file).touch()
+        return export_words(parse([str(path), "--data", "x.jsonl", *options])[0])
+
+    adapters = ["adapter_config.json", "adapter_model.safetensors"]
+    run, model = ["config.json", "metrics.jsonl"], ["config.json", "model.safetensors"]
+    named = str(tmp_path / "adapters")
+    assert words("adapters", "--base", "b", files=adapters) == [named, "--merge", "--dtype", "float32", "--model", "b"]
+    assert words("run", files=run, folders=["checkpoints"]) == [str(tmp_path / "run"), "--merge"]
+    assert words("started", files=["config.json"], folders=["checkpoints"]) == [str(tmp_path / "started"), "--merge"]
+    assert words("iteration-000010", files=["manifest.json"]) == [str(tmp_path / "iteration-000010"), "--merge"]
+    assert words("model", files=model, folders=["checkpoints"]) is None
+    assert export_words(parse(["Qwen/Qwen3-0.6B", "--data", "x.jsonl"])[0]) is None
+    assert export_words(parse(["n" * 300, "--data", "x.jsonl"])[0]) is None
+    with pytest.raises(ConfigError, match=r"--base is for adapters and runs, and '.*model' is neither: leave it out"):
+        words("model", "--base", "b")
+    with pytest.raises(ConfigError, match=r"--base stands beside the config 'my\.toml'"):
+        config_path(parse(["my.toml", "--base", "b"])[0])
 
 
 @pytest.mark.distributed

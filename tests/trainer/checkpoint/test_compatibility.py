@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.file import parse_config
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.sections import Config
@@ -86,6 +87,17 @@ def test_other_weights_below_adapters_are_noticed(key: str, setting: str) -> Non
     # A checkpoint of a release that did not record it.
     saved = {name: value for name, value in before.as_json().items() if name != key}
     require_same_run(config().model_dump(mode="json"), config(), "iteration-000002", saved, now)
+
+
+def test_adapters_to_start_from_may_be_elsewhere_and_others_may_not_be_trained() -> None:
+    def with_adapter(**adapter: Any) -> Config:
+        return config().model_copy(update={"adapter": AdapterSection(rank=4, **adapter)})
+
+    saved = with_adapter(path=Path("before")).model_dump(mode="json")
+    for now in (with_adapter(), with_adapter(path=Path("moved"))):
+        require_same_run(saved, now, "iteration-000002")
+    with pytest.raises(ConfigError, match=r"adapter\.alpha is 8\.0, but was 32\.0"):
+        require_same_run(saved, with_adapter(alpha=8.0), "iteration-000002")
 
 
 def test_rows_that_were_added_or_left_out_are_noticed() -> None:

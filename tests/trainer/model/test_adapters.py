@@ -12,15 +12,18 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.checks.preflight.adapter import PREFIX, WEIGHTS_FILE
 from async_rl.config.adapter_section import AdapterSection
-from async_rl.errors import UpdatesRoundedAway
+from async_rl.config.file import parse_config
+from async_rl.errors import ConfigError, UpdatesRoundedAway
 from async_rl.method.types import Group
 from async_rl.shared.model_families import TABLE
+from tests.support.minimal_config import minimal_tree
 from tests.support.trainer.random_adapters import ALL, ALPHA, ATTENTION, RANK, random_adapters
 from tests.trainer.test_trainer import num_labels, relative_error, with_logprobs
 from trainer.devices import cpu_ops
 from trainer.forward_backward import make_passes
 from trainer.hf.adapters import save_adapters
 from trainer.model.adapters import adapters_of, base_parameters
+from trainer.parallel import Parallel
 from trainer.policy import merge_watch, optimizer
 from trainer.policy.frozen_adapters import FrozenAdapters
 from trainer.trainer import MegatronTrainer
@@ -247,3 +250,23 @@ def test_what_rounding_leaves_is_counted_and_an_update_that_is_lost_ends_the_run
         assert step(1)["merged_share"] == 0.0
     with pytest.raises(UpdatesRoundedAway, match=r"the adapter of stage 0, decoder\.layers.* has an update"):
         step(1)
+
+
+def test_adapters_to_start_from_are_not_read_where_a_checkpoint_has_the_runs_own(
+    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+) -> None:
+    base = tiny_model("qwen3")
+    first = random_adapters(base, tmp_path / "adapters", SOME)
+    tree = {**minimal_tree(), "model": {"path": str(base)}, "adapter": first.model_dump(mode="json")}
+    config = parse_config({**tree, "run": {"dir": str(tmp_path / "run"), "resume": True}}, "here")
+
+    def have_begun() -> bool:
+        adapters = adapters_of(MegatronTrainer.of(config, parallel).models.policy_model)
+        return any(bool(b.any()) for adapter in adapters.values() for b in adapter.b.values())
+
+    assert have_begun()
+    (tmp_path / "adapters").rename(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"adapter\.path: '.*adapter_model\.safetensors' cannot be read"):
+        MegatronTrainer.of(config, parallel)
+    (tmp_path / "run/checkpoints/iteration-000002").mkdir(parents=True)
+    assert not have_begun(), "they are zero until the checkpoint is loaded"

@@ -177,6 +177,23 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path) -> None:
             require(tmp_path, path=path)
 
 
+def test_a_run_that_goes_on_from_a_checkpoint_needs_no_adapters_to_start_from(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen/Qwen3-8B"]))
+
+    def look(*, resume: bool) -> None:
+        tree = {**minimal_tree(), "adapter": {**GIVEN, "path": str(tmp_path / "gone")}}
+        tree["run"] = {"dir": str(tmp_path / "run"), "resume": resume}
+        require_adapters(parse_config(tree, "here"), ModelFiles.find(str(tmp_path), is_whole=False))
+
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"gone' \(adapter\.path\) has no adapter_config\.json"):
+            look(resume=resume)
+    (tmp_path / "run/checkpoints/iteration-000010").mkdir(parents=True)
+    look(resume=True)
+    with pytest.raises(ConfigError, match=r"\(adapter\.path\)"):
+        look(resume=False)
+
+
 def config(**adapter: Any) -> Config:
     return parse_config({**minimal_tree(), "adapter": adapter}, "here")
 
