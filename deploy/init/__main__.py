@@ -24,7 +24,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.shared.files import write_file
 from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
-from deploy.init.choose import Seen, choose
+from deploy.init.choose import Choice, Seen, choose
 from deploy.init.vllm_choice import BESIDE, VllmChoice, find_vllm
 from deploy.init.write import config_text
 from deploy.local.machine import find_devices, own_cores
@@ -115,12 +115,11 @@ def make_parser() -> Parser:
     return parser
 
 
-def write_config(seen: Seen, output: Path, run_dir: str, *, force: bool) -> dict[str, Any]:
-    """Writes the config, and returns what it says; refuses to replace a file without `force`.
+def require_new(output: Path, *, force: bool) -> None:
+    """Refuses to replace a file without `force`.
 
     Raises:
-        ConfigError: there is such a file, or its name cannot be used, or the run fits in no way.
-        WriteFailed: it cannot be written.
+        ConfigError: there is such a file, or its name cannot be used.
     """
     try:
         is_there = output.exists()
@@ -128,7 +127,16 @@ def write_config(seen: Seen, output: Path, run_dir: str, *, force: bool) -> dict
         raise ConfigError(f"{str(output)!r} cannot be written: {error.strerror}; name another file with -o") from error
     if is_there and not force:
         raise ConfigError(f"{str(output)!r} is there already: name another file with -o, or replace it with --force")
-    text = config_text(choose(seen, run_dir), output.name)
+
+
+def write_config(choices: Sequence[Choice], output: Path) -> dict[str, Any]:
+    """Writes the config, and returns what it says.
+
+    Raises:
+        ConfigError: a name cannot be written to a config.
+        WriteFailed: it cannot be written.
+    """
+    text = config_text(choices, output.name)
     # What is written is read as a run would read it: a path may have what TOML cannot say.
     try:
         said = tomllib.loads(text)
@@ -153,13 +161,17 @@ def main(argv: Sequence[str]) -> int:
     stop_on_signals()
     try:
         seen = look_around(arguments.model, arguments.data, arguments.reward, arguments.prompt_column)
-        said = write_config(seen, output, arguments.run_dir or f"runs/{output.stem}", force=arguments.force)
+        require_new(output, force=arguments.force)
+        choices = choose(seen, arguments.run_dir or f"runs/{output.stem}")
+        said = write_config(choices, output)
     except Stopped as end:
         return explain_end(end)
     except AsyncRLError as error:
         explain_end(error)
         return USAGE_ERROR
     print(f"{output}: {seen.look.seen}; reward {seen.reward}; {seen.device}, {seen.num_cores} cores")
+    for reason in (choice.reason for choice in choices if choice.name == "adapter.rank"):
+        print(f"adapters in place of all weights, docs/adapters.md: {reason}")
     if mistakes := find_mistakes(said, str(output)):
         print("correct before it runs:", *mistakes, sep="\n", file=sys.stderr)
         return 1

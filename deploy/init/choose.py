@@ -4,19 +4,29 @@ Pure: the machine is an argument. A setting comes with the reason that the confi
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from async_rl.checks.forecast.run_forecast import forecast_run
+from async_rl.checks.forecast.run_forecast import RunForecast, forecast_run
 from async_rl.checks.preflight.source_guess import SourceGuess
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.file import parse_config
 from async_rl.config.keys import set_dotted
+from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_shape import ModelShape
 from deploy.init.vllm_choice import VllmChoice
 from deploy.local.machine_memory import HostMemory
-from deploy.local.memory_fit import GIB, Capacity, find_misfits
+from deploy.local.memory_fit import (
+    GIB,
+    Capacity,
+    describe_need,
+    device_need_bytes,
+    find_misfits,
+    host_bytes,
+    with_adapters,
+)
 
 ROOM = 0.85
 """Of the memory there is: the forecast is within 15% of what is used."""
@@ -27,6 +37,9 @@ MIN_RATE = 1e-6
 MAX_RATE = 1e-3
 """The learning rate of a model with so many parameters, and how it grows for smaller ones: near those that recipes and
 quickstart learn with, 5e-6 for 0.5 billion parameters, 2e-5 for 135 million and 8e-4 for 0.4 million."""
+
+ADAPTERS_RATE = 10
+"""How many times as large that of adapters is (docs/adapters.md)."""
 
 LEAST_ITERATIONS = 100
 """Fewer steps hardly show at such rates: a small source is passed over several times."""
@@ -105,17 +118,50 @@ def choose(seen: Seen, run_dir: str) -> list[Choice]:
             "--prompt-column"
         )
     fixed = [*_fixed(seen, run_dir, seen.shape.num_parameters)]
+    refused: list[tuple[list[Choice], Planned]] = []
+    for found in _candidates(seen, run_dir):
+        if (planned := _planned(seen, [*fixed, *found])) is None:
+            continue
+        if planned.fits(seen):
+            return _without_defaults([*fixed, *found])
+        refused.append((found, planned))
+    least = min((planned for _, planned in refused), key=Planned.size, default=None)
+    for found, planned in refused:
+        adapted = with_adapters(planned.config, planned.forecast)
+        if least and adapted and Planned(*adapted).fits(seen):
+            of_all, of_adapters = describe_need(least.config, least.forecast), describe_need(*adapted)
+            reason = f"all weights would need {of_all} at least, adapters need {of_adapters}"
+            return _without_defaults([*map(_for_adapters, fixed), *_adapters(adapted[0].adapter, reason), *found])
+    raise ConfigError(
+        f"model.path {seen.model_path!r} does not fit, with adapters in place of all weights neither: "
+        f"{_shortage(seen)}; take a smaller model, or a machine with more"
+    )
+
+
+def _candidates(seen: Seen, run_dir: str) -> Iterator[list[Choice]]:
+    """Layouts and micro-batches, the fastest first."""
     for layout in _layouts(seen, run_dir):
         for recompute in RECOMPUTE:
             for micro_batch in MICRO_BATCHES:
-                if seen.device == "cpu" and micro_batch > MAX_CPU_MICRO_BATCH:
-                    continue
-                found = [*layout, Choice("trainer.recompute", recompute), _micro_batch(micro_batch)]
-                if _fits(seen, [*fixed, *found]):
-                    return [*fixed, *(each for each in found if each.value != "none")]
-    raise ConfigError(
-        f"model.path {seen.model_path!r} does not fit: {_shortage(seen)}; take a smaller model, or a machine with more"
-    )
+                if seen.device != "cpu" or micro_batch <= MAX_CPU_MICRO_BATCH:
+                    yield [*layout, Choice("trainer.recompute", recompute), _micro_batch(micro_batch)]
+
+
+def _without_defaults(choices: list[Choice]) -> list[Choice]:
+    return [each for each in choices if (each.name, each.value) != ("trainer.recompute", "none")]
+
+
+def _adapters(adapter: AdapterSection, reason: str) -> Iterator[Choice]:
+    yield Choice("adapter.rank", adapter.rank, reason)
+    yield Choice("adapter.targets", list(adapter.targets), "all that have one" if len(adapter.targets) > 1 else "")
+
+
+def _for_adapters(choice: Choice) -> Choice:
+    """The same setting where adapters are trained in place of all weights."""
+    if choice.name != "optimizer.learning_rate":
+        return choice
+    rate = float(f"{min(MAX_RATE, ADAPTERS_RATE * choice.value):.0e}")
+    return replace(choice, value=rate, reason=f"of adapters, ten times that {choice.reason}")
 
 
 def _micro_batch(num_tokens: int) -> Choice:
@@ -252,19 +298,34 @@ def _instances(engine: str, num_devices: int, tensor: int) -> Iterator[Choice]:
         yield Choice("inference.tensor_parallel", ways)
 
 
-def _fits(seen: Seen, choices: list[Choice]) -> bool:
-    """Whether the config is accepted and its forecast leaves room."""
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A config that is accepted, and its forecast."""
+
+    config: Config
+    forecast: RunForecast
+
+    def fits(self, seen: Seen) -> bool:
+        """Whether the forecast leaves room."""
+        host = int(ROOM * seen.host_bytes)
+        device = None if seen.device_bytes is None else int(ROOM * seen.device_bytes)
+        return not find_misfits(self.config, self.forecast, Capacity(HostMemory(host, host), device)).errors
+
+    def size(self) -> tuple[int, int]:
+        """What it needs, in bytes: of a device, of the host."""
+        on_device = 0 if self.config.trainer.device == "cpu" else device_need_bytes(self.config, self.forecast)
+        return on_device, host_bytes(self.config, self.forecast)
+
+
+def _planned(seen: Seen, choices: list[Choice]) -> Planned | None:
     # Whatever scores it: a reward may need options, which its user has to add.
     sized = [Choice("reward.name", "exact") if choice.name == "reward.name" else choice for choice in choices]
     try:
         config = parse_config(tree_of(sized), "the config that init proposes")
-        forecast = forecast_run(config, seen.shape)
+        return Planned(config, forecast_run(config, seen.shape))
     except ConfigError:
         # Such as fewer prompts than replicas: another layout may do.
-        return False
-    host = int(ROOM * seen.host_bytes)
-    device = None if seen.device_bytes is None else int(ROOM * seen.device_bytes)
-    return not find_misfits(config, forecast, Capacity(HostMemory(host, host), device)).errors
+        return None
 
 
 def _shortage(seen: Seen) -> str:

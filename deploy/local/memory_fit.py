@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 
 from async_rl.checks.forecast.instance_memory import PUBLISH, vllm_device_share
-from async_rl.checks.forecast.run_forecast import RunForecast
+from async_rl.checks.forecast.run_forecast import RunForecast, forecast_run
+from async_rl.checks.preflight.adapter import PROPOSED_RANK, proposed_adapters
+from async_rl.config.keys import as_toml
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from deploy.local.machine_memory import HostMemory
@@ -41,15 +43,58 @@ def host_bytes(config: Config, forecast: RunForecast) -> int:
     return ranks * forecast.rank.host_bytes + PRODUCER_BYTES
 
 
+def device_need_bytes(config: Config, forecast: RunForecast) -> int:
+    """The most that a run takes of one device. Where both pools take turns on it, one of them has left only the base of
+    its process there."""
+    rank, instance = forecast.rank, forecast.instance
+    return {
+        "separate": max(rank.num_bytes, instance.num_bytes),
+        "shared": rank.num_bytes + instance.num_bytes,
+        "turns": max(rank.num_bytes + instance.base_bytes, rank.base_bytes + instance.num_bytes),
+    }[config.run.placement]
+
+
+def describe_need(config: Config, forecast: RunForecast) -> str:
+    """What a run needs, in words."""
+    host = f"{host_bytes(config, forecast) / GIB:.1f} GiB of the host's memory"
+    on_device = f"{device_need_bytes(config, forecast) / GIB:.1f} GiB of a device and "
+    return host if config.trainer.device == "cpu" else on_device + host
+
+
+def with_adapters(config: Config, forecast: RunForecast) -> tuple[Config, RunForecast] | None:
+    """The same run with adapters in place of all weights; None if it has them, or cannot have them."""
+    adapter = proposed_adapters(forecast.model, config.trainer.tensor_parallel)
+    if config.adapter.is_given or adapter is None or config.train.exact:
+        return None
+    adapted = config.model_copy(update={"adapter": adapter})
+    return adapted, forecast_run(adapted, forecast.model)
+
+
 def find_misfits(config: Config, forecast: RunForecast, capacity: Capacity) -> Misfits:
-    """What does not fit: an error if it cannot, a warning if other programs have what it would need."""
+    """What does not fit: an error if it cannot, a warning if other programs have what it would need.
+
+    Where adapters would fit, an error says so.
+    """
+    found = _misfits(config, forecast, capacity, REMEDY)
+    adapted = with_adapters(config, forecast) if found.errors else None
+    if adapted is None or _misfits(*adapted, capacity, REMEDY).errors:
+        return found
+    targets = as_toml(list(adapted[0].adapter.targets))
+    remedy = (
+        f"train adapters in place of all weights (adapter.rank = {PROPOSED_RANK}, adapter.targets = {targets}, ten "
+        f"times the optimizer.learning_rate), with which the run needs {describe_need(*adapted)}; or {REMEDY}"
+    )
+    return _misfits(config, forecast, capacity, remedy)
+
+
+def _misfits(config: Config, forecast: RunForecast, capacity: Capacity, remedy: str) -> Misfits:
     errors, warnings = [], []
     needed, host = host_bytes(config, forecast), capacity.host
     if needed > host.total_bytes:
         errors.append(
             ConfigError(
                 f"the run needs about {needed / GIB:.1f} GiB of this host's memory, which has "
-                f"{host.total_bytes / GIB:.1f} GiB: {REMEDY}"
+                f"{host.total_bytes / GIB:.1f} GiB: {remedy}"
             )
         )
     elif needed > host.available_bytes:
@@ -60,11 +105,11 @@ def find_misfits(config: Config, forecast: RunForecast, capacity: Capacity) -> M
     if capacity.device_bytes is not None:
         for name, memory in (("training rank", forecast.rank), ("instance", forecast.instance)):
             if memory.num_bytes > capacity.device_bytes:
-                errors.append(_device_error(f"a {name} needs", memory.num_bytes, capacity.device_bytes))
+                errors.append(_device_error(f"a {name} needs", memory.num_bytes, capacity.device_bytes, remedy))
         if config.inference.engine == "vllm" and not errors:
             errors += _publish_errors(config, forecast, capacity.device_bytes)
         if config.run.placement != "separate" and not errors:
-            errors += _shared_device_errors(config, forecast, capacity.device_bytes)
+            errors += _shared_device_errors(config, forecast, capacity.device_bytes, remedy)
     return Misfits(tuple(errors), tuple(warnings))
 
 
@@ -83,36 +128,33 @@ def _publish_errors(config: Config, forecast: RunForecast, device_bytes: int) ->
     ]
 
 
-def _shared_device_errors(config: Config, forecast: RunForecast, device_bytes: int) -> list[ConfigError]:
-    """Of a rank and an instance on one device, as each of them has it for itself in the forecast.
-
-    Where they take turns one of them has left only the base of its process there.
-    """
+def _shared_device_errors(config: Config, forecast: RunForecast, capacity_bytes: int, remedy: str) -> list[ConfigError]:
+    """Of a rank and an instance on one device, as each of them has it for itself in the forecast."""
     rank, instance = forecast.rank.num_bytes, forecast.instance.num_bytes
-    rank_aside, instance_aside = forecast.rank.base_bytes, forecast.instance.base_bytes
-    turns_need = max(rank + instance_aside, rank_aside + instance)
     takes_turns = config.run.placement == "turns"
-    beside = rank_aside if takes_turns else rank
+    beside = forecast.rank.base_bytes if takes_turns else rank
     if config.inference.engine == "vllm":
         # It fills what it may have, whatever the run needs.
-        share, fits = vllm_device_share(config.inference.engine_options), 1 - beside / device_bytes
-        if share > fits and beside + instance <= device_bytes:
+        share, fits = vllm_device_share(config.inference.engine_options), 1 - beside / capacity_bytes
+        if share > fits and beside + instance <= capacity_bytes:
             return [
                 ConfigError(
                     f"vLLM takes {share:.0%} of the device, of which a training rank needs {1 - fits:.0%}: add "
                     f'"--gpu-memory-utilization", "{int(fits * 100) / 100}" or less to inference.engine_options'
                 )
             ]
+    needed = device_need_bytes(config, forecast)
+    if needed <= capacity_bytes:
+        return []
     if takes_turns:
-        who = "a training rank and an instance, in turns, need"
-        return [] if turns_need <= device_bytes else [_device_error(who, turns_need, device_bytes)]
-    if rank + instance > device_bytes:
-        remedy = f"set run.placement to 'turns', or {REMEDY}" if turns_need <= device_bytes else REMEDY
-        return [_device_error("a training rank and an instance need", rank + instance, device_bytes, remedy)]
-    return []
+        return [_device_error("a training rank and an instance, in turns, need", needed, capacity_bytes, remedy)]
+    in_turns = config.model_copy(update={"run": config.run.model_copy(update={"placement": "turns"})})
+    if device_need_bytes(in_turns, forecast) <= capacity_bytes:
+        remedy = f"set run.placement to 'turns', or {remedy}"
+    return [_device_error("a training rank and an instance need", needed, capacity_bytes, remedy)]
 
 
-def _device_error(who: str, num_bytes: int, device_bytes: int, remedy: str = REMEDY) -> ConfigError:
+def _device_error(who: str, num_bytes: int, capacity_bytes: int, remedy: str) -> ConfigError:
     return ConfigError(
-        f"{who} about {num_bytes / GIB:.1f} GiB of its device, which has {device_bytes / GIB:.1f} GiB: {remedy}"
+        f"{who} about {num_bytes / GIB:.1f} GiB of its device, which has {capacity_bytes / GIB:.1f} GiB: {remedy}"
     )

@@ -11,10 +11,13 @@ from pydantic import ValidationError
 from async_rl.checks.preflight.adapter_sizes import ATTENTION, linear_sizes, targeted
 from async_rl.checks.preflight.model import CRITIC, ModelFiles
 from async_rl.checks.preflight.weight_files import LAYERS, tensors_of
-from async_rl.config.adapter_section import ALL_LINEAR, AdapterSection
+from async_rl.config.adapter_section import ALL_LINEAR, AdapterSection, Target
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_shape import ModelShape
+
+PROPOSED_RANK = 16
+"""Of adapters that `init` and `check` propose: that of the measured runs (docs/adapters.md)."""
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -69,6 +72,13 @@ def require_adapters(config: Config, files: ModelFiles) -> None:
     if (path := first_adapters(config)) is not None:
         for fault in _faults_of_path(adapter, files.shape, path):
             raise ConfigError(f"{str(path)!r} (adapter.path) {fault}")
+
+
+def proposed_adapters(shape: ModelShape, tensor_parallel: int) -> AdapterSection | None:
+    """Those to train in place of all weights, where these do not fit; None for a model that cannot have any."""
+    targets: tuple[Target, ...] = (ALL_LINEAR,) if shape.experts is None else ATTENTION
+    section = AdapterSection(rank=PROPOSED_RANK, targets=targets)
+    return None if any(_faults_of_model(section, shape, "", tensor_parallel)) else section
 
 
 def first_adapters(config: Config) -> Path | None:

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from math import ceil
 
-from async_rl.config.adapter_section import AdapterSection
+from async_rl.config.adapter_section import AdapterSection, Target
 from async_rl.shared.model_shape import ModelShape
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 BY_COLUMNS = ("o_proj", "down_proj")
 """Those whose columns tensor-parallel ranks divide; of the others they divide the rows."""
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import tomllib
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 
 from async_rl.checks.forecast.run_forecast import forecast_run
 from async_rl.checks.preflight.source_guess import SourceGuess, guess_source
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.file import parse_config
 from async_rl.config.keys import keys_of
 from async_rl.config.sections import Config
@@ -24,7 +26,8 @@ from deploy.init.choose import ROOM, Seen, choose, learning_rate, tree_of
 from deploy.init.vllm_choice import BESIDE, VllmChoice, find_vllm
 from deploy.init.write import config_text
 from deploy.local.check import main as check
-from deploy.local.memory_fit import GIB
+from deploy.local.machine_memory import HostMemory
+from deploy.local.memory_fit import GIB, Capacity, describe_need, find_misfits
 from tests.deploy.local.test_check import QWEN3_8B
 
 LOOK = SourceGuess(2000, "a prompt", {}, "math", "prompts in column 'prompt'", ("prompt", "answer"))
@@ -275,6 +278,49 @@ def test_init_on_gpus_names_the_python_with_vllm_or_says_that_there_is_none(
 def test_a_model_that_cannot_fit_is_an_error_with_the_memory_there_is() -> None:
     with pytest.raises(ConfigError, match=r"this machine has 1\.0 GiB of memory"):
         choose(replace(SEEN, device="cpu", num_devices=0, device_bytes=None, host_bytes=GIB), "runs/x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "all_gib"),
+    [
+        ({"num_devices": 1}, 100),
+        ({"num_devices": 1, "device": "npu", "device_bytes": 64 * GIB}, 100),
+        ({"num_devices": 2, "device_bytes": 48 * GIB}, 100),
+        ({"device": "cpu", "num_devices": 0, "device_bytes": None, "host_bytes": 96 * GIB}, 120),
+    ],
+)
+def test_where_all_weights_do_not_fit_adapters_are_proposed_with_the_figures(
+    changes: dict[str, Any], all_gib: int
+) -> None:
+    """Of Qwen3-8B: sums of gradients and AdamW's state of all weights are 115 GB in bfloat16."""
+    seen = replace(SEEN, **changes)
+    choices = choose(seen, "runs/x")
+    config = parse_config(tomllib.loads(config_text(choices, "run.toml")), "here")
+    assert config.adapter.rank == 16 and config.adapter.targets == ("all-linear",)
+    assert config.optimizer.learning_rate == pytest.approx(10 * learning_rate(seen.shape.num_parameters), rel=0.5)
+    forecast = forecast_run(config, seen.shape)
+    host = int(ROOM * seen.host_bytes)
+    device = None if seen.device_bytes is None else int(ROOM * seen.device_bytes)
+    assert not find_misfits(config, forecast, Capacity(HostMemory(host, host), device)).errors
+    (reason,) = [choice.reason for choice in choices if choice.name == "adapter.rank"]
+    assert describe_need(config, forecast) in reason
+    needed = float(re.match(r"all weights would need ([\d.]+) GiB", reason)[1])  # type: ignore[index]
+    assert all_gib < needed > (device or host) / GIB
+    # The same config with all weights is an error that names them as the remedy, and what they need.
+    whole = config.model_copy(update={"adapter": AdapterSection()})
+    (error, *_) = find_misfits(whole, forecast_run(whole, seen.shape), Capacity(HostMemory(host, host), device)).errors
+    assert "train adapters in place of all weights (adapter.rank = 16" in str(error)
+    assert describe_need(config, forecast) in str(error)
+
+
+def test_adapters_are_not_proposed_to_a_model_that_cannot_have_them_or_that_does_not_fit_either() -> None:
+    seen = replace(SEEN, num_devices=1, device_bytes=12 * GIB)
+    with pytest.raises(ConfigError, match="does not fit, with adapters in place of all weights neither"):
+        choose(seen, "runs/x")
+    config = parse_config(tree_of(choose(SEEN, "runs/x")), "here")
+    small = Capacity(HostMemory(GIB, GIB), 12 * GIB)
+    for error in find_misfits(config, forecast_run(config, SEEN.shape), small).errors:
+        assert "adapter" not in str(error)
 
 
 def test_choices_are_nested_by_section() -> None:
