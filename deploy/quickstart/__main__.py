@@ -216,6 +216,18 @@ def _require_not_own(overrides: Sequence[str]) -> None:
             )
 
 
+def adapter_words(task: str) -> tuple[str, ...]:
+    """What `--lora` adds to the overrides.
+
+    Raises:
+        ConfigError: the task trains all weights of its model only.
+    """
+    if not KINDS[task].adapters:
+        able = ", ".join(name for name, kind in KINDS.items() if kind.adapters)
+        raise ConfigError(f"--lora is for {able}: the model of {task} is small enough to train all of it; leave it out")
+    return KINDS[task].adapters
+
+
 def find_vllm_python(candidate: Path = BESIDE_THE_PROJECT) -> str:
     """This interpreter if it has vLLM, else `candidate`.
 
@@ -243,17 +255,25 @@ def main(argv: Sequence[str]) -> int:
         "task", metavar="TASK", nargs="?", choices=[*KINDS], default=SPELLING, help="spelling (the default) or smollm2"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the sampling")
-    parser.add_argument("--run-dir", type=Path, help="where everything goes (default: runs/quickstart, runs/smollm2)")
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        help="where everything goes (default: runs/quickstart, runs/smollm2, with --lora runs/smollm2-lora)",
+    )
     parser.add_argument("--iterations", type=int, help="instead of the config's")
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers", help="what generates")
+    parser.add_argument("--lora", action="store_true", help="smollm2: adapters in place of all weights")
     arguments = parser.parse_args(argv)
     overrides = list(parser.overrides)
     if arguments.iterations is not None:
         overrides.append(f"--train.iterations={arguments.iterations}")
-    run_dir: Path = arguments.run_dir or KINDS[arguments.task].run_dir
+    own_dir = KINDS[arguments.task].run_dir
+    run_dir: Path = arguments.run_dir or (own_dir.with_name(f"{own_dir.name}-lora") if arguments.lora else own_dir)
     console = Console()
     stop_on_signals()
     try:
+        if arguments.lora:
+            overrides = [*adapter_words(arguments.task), *overrides]
         if arguments.engine == "vllm":
             overrides += ["--inference.engine=vllm", f"--inference.python={find_vllm_python()}"]
         summary = quickstart(arguments.task, run_dir, arguments.seed, overrides, console)

@@ -23,6 +23,8 @@ class Kind:
     warm_start: str
     """The module that creates base model and data: `python -m MODULE --seed N --run-dir DIR`."""
     extras: tuple[str, ...] = ("trainer", "serve", "tasks")
+    adapters: tuple[str, ...] = ()
+    """Overrides with which it trains adapters in place of all weights, if it can."""
 
 
 SPELLING = "spelling"
@@ -45,5 +47,7 @@ KINDS = {
         reward=f"python:{HERE / 'smollm2' / 'reward.py'}:right_number",
         warm_start="deploy.quickstart.smollm2.warm_start",
         extras=("trainer", "serve", "tasks", "smollm2"),
+        # The rate is ten times that of all weights.
+        adapters=("--adapter.rank=16", "--optimizer.learning_rate=2e-4"),
     ),
 }

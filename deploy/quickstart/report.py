@@ -42,8 +42,9 @@ def summarize(
 
     Returns:
         Accuracies are shares of held-out prompts; rewards are means over the first and last `NUM_ENDS` iterations;
-        `tokens_per_s` counts prompt and response tokens over the iterations' wall time; `device_split` has the shares
-        of that time in which the trainer waited for rollouts, trained and published.
+        `merged_share` is that of the last publish, None without adapters; `tokens_per_s` counts prompt and response
+        tokens over the iterations' wall time; `device_split` has the shares of that time in which the trainer waited
+        for rollouts, trained and published.
     """
     num_ends = max(1, min(NUM_ENDS, len(metrics) // 2))
     tokens = sum(record["prompt_tokens"] + record["response_tokens"] for record in metrics)
@@ -61,6 +62,7 @@ def summarize(
         "on_policy": is_on_policy(metrics, ledger),
         "max_logprob_gap": max(row["max_logprob_gap"] for row in ledger),
         "num_responses": sum(row["num_responses"] for row in ledger),
+        "merged_share": metrics[-1].get("merged_share"),
         "tokens_per_s": round(tokens / sum(record["seconds"] for record in metrics), 1),
         "device_split": {
             **{name: round(share, 4) for name, share in time_shares(metrics).items()},
@@ -117,6 +119,8 @@ def _headline(kind: Kind, summary: Mapping[str, Any]) -> str:
 def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     """The summary in words, for the console and the page."""
     split = summary["device_split"]
+    share = summary["merged_share"]
+    adapters = {} if share is None else {"adapters": f"changed {share:.1%} of the values that have one"}
     phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["phases_s"].items())
     return {
         "held-out accuracy": f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}",
@@ -125,6 +129,7 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
         "time": f"{summary['seconds']:.0f} s: {phases}",
         "throughput": f"{summary['tokens_per_s']:.0f} tokens/s",
         "trainer's time": ", ".join(f"{name} {share:.0%}" for name, share in split.items() if name != "cores"),
+        **adapters,
         "every update on-policy": f"{'yes' if summary['on_policy'] else 'NO'}, gap {summary['max_logprob_gap']:.1e}",
         "cores": ", ".join(f"{name} on {_cores(own)}" for name, own in split["cores"].items()),
         "seed": str(summary["seed"]),

@@ -15,7 +15,7 @@ from async_rl.config.file import load_config
 from async_rl.errors import ConfigError, RunDirInUse
 from async_rl.shared.locks.lease import take_lease
 from async_rl.shared.locks.run_lock import lock_run
-from deploy.quickstart.__main__ import find_vllm_python, make_run_dir, quickstart, show_summary
+from deploy.quickstart.__main__ import adapter_words, find_vllm_python, make_run_dir, quickstart, show_summary
 from deploy.quickstart.kind import KINDS
 
 
@@ -50,6 +50,16 @@ def test_the_config_is_valid_and_its_paths_are_those_of_the_default_folder(task:
     assert config.run.dir == kind.run_dir
     assert config.model.path == str(kind.run_dir / "base_model")
     assert config.prompts.source == str(kind.run_dir / "data" / "prompts.jsonl")
+
+
+def test_lora_sets_adapters_and_a_rate_for_them_that_can_be_set_otherwise() -> None:
+    kind, words = KINDS["smollm2"], [*adapter_words("smollm2"), "--optimizer.learning_rate=1e-4"]
+    full, adapted, other = (load_config(kind.config, each) for each in ((), words[:2], words))
+    assert adapted.adapter.rank == 16 and adapted.adapter.targets == ("all-linear",) and not full.adapter.is_given
+    assert adapted.optimizer.learning_rate == pytest.approx(10 * full.optimizer.learning_rate)
+    assert other.optimizer.learning_rate == 1e-4
+    with pytest.raises(ConfigError, match=r"--lora is for smollm2: the model of spelling is small enough"):
+        adapter_words("spelling")
 
 
 def test_a_fresh_run_dir_is_made_and_an_earlier_quickstarts_is_emptied(tmp_path: Path) -> None:
@@ -158,7 +168,8 @@ def test_what_a_run_would_refuse_is_refused_before_the_warm_start(
 def test_the_summary_shows_the_folder_as_it_is_called() -> None:
     console = Console(file=io.StringIO(), width=200)
     ends = (f"{what}_{when}" for what, when in product(("accuracy", "reward"), ("before", "after", "first", "last")))
-    counts = ("seed", "iterations", "num_responses", "seconds", "tokens_per_s", "on_policy", "max_logprob_gap")
+    counts = ["seed", "iterations", "num_responses", "seconds", "tokens_per_s", "on_policy", "max_logprob_gap"]
+    counts += ["merged_share"]
     summary = {**dict.fromkeys((*ends, *counts), 1), "task": "t", "phases_s": {}, "device_split": {"cores": {}}}
     show_summary(console, summary, Path("runs/[/b][lr=1]"))
     assert "runs/[/b][lr=1]/model" in console.file.getvalue()  # type: ignore[attr-defined]

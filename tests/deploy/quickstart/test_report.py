@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from deploy.quickstart.kind import KINDS
-from deploy.quickstart.report import is_on_policy, render, summarize
+from deploy.quickstart.report import is_on_policy, render, summarize, summary_rows
 from tests.support.parts import needs_part
 
 SPELLING = KINDS["spelling"]
@@ -88,6 +88,16 @@ def test_the_ends_of_a_short_run_do_not_overlap(
     accuracy = evaluation(0.5, None)
     summary = summarize(rising, ledger, accuracy, accuracy, task="t", seed=0, phases_s={}, cores={})
     assert (summary["reward_first"], summary["reward_last"]) == (first, last)
+
+
+def test_what_the_last_publish_kept_of_adapters_is_in_the_summary(
+    metrics: list[dict[str, Any]], ledger: list[dict[str, Any]], summary: dict[str, Any]
+) -> None:
+    assert summary["merged_share"] is None and "adapters" not in summary_rows(summary)
+    adapted = [record | {"merged_share": record["iteration"] / 12} for record in metrics]
+    accuracy = evaluation(0.5, None)
+    found = summarize(adapted, ledger, accuracy, accuracy, task="t", seed=0, phases_s={}, cores={})
+    assert summary_rows({**found, "device_split": summary["device_split"]})["adapters"].startswith("changed 91.7% of")
 
 
 def test_the_summary_has_what_it_promises(summary: dict[str, Any]) -> None:

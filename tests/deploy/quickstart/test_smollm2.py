@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError
+from deploy.quickstart.__main__ import adapter_words
 from deploy.quickstart.kind import KINDS
 from deploy.quickstart.smollm2.reward import right_number
 from deploy.quickstart.smollm2.warm_start import NUM_HELD_OUT, PACKAGE, examples, make_splits, require_known
@@ -83,7 +84,10 @@ def run(command: Sequence[object]) -> str:
 @pytest.mark.nightly
 @pytest.mark.packaging
 @pytest.mark.timeout(3000)
-def test_the_real_model_learns_for_five_iterations_that_are_all_proven(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapters", [(), adapter_words("smollm2")], ids=["all weights", "adapters"])
+def test_the_real_model_learns_for_five_iterations_that_are_all_proven(
+    adapters: tuple[str, ...], tmp_path: Path
+) -> None:
     run([KIND.warm_start, "--seed", 0, "--run-dir", tmp_path, "--max-steps", 2])
     base = tmp_path / "base_model"
     assert not hasattr(AutoConfig.from_pretrained(base), "quantization_config")
@@ -95,6 +99,7 @@ def test_the_real_model_learns_for_five_iterations_that_are_all_proven(tmp_path:
         f"--prompts.source={tmp_path / 'data' / 'prompts.jsonl'}",
         # An eighth of the batch.
         *("--prompts.prompts_per_batch=4", "--rollout.responses_per_prompt=4", "--train.iterations=5"),
+        *adapters,
     ]
     system_prompt = str(load_config(KIND.config, words).prompts.system_prompt)
     run(["deploy.local.run", KIND.config, *words])
