@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from async_rl.checks.preflight.adapter import first_adapters
 from async_rl.checks.preflight.model import find_checkpoint
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, WriteFailed
@@ -13,6 +14,7 @@ from async_rl.shared.programs.user_command import COMMAND
 from async_rl.shared.programs.user_file import PREFIX, file_identity
 from trainer.checkpoint.compatibility import Contents
 from trainer.checkpoint.files import weights_digest
+from trainer.hf.adapters import require_base
 from trainer.parallel import Parallel
 
 CACHE = "prompts"
@@ -68,10 +70,13 @@ def contents_of(config: Config, loaded: Mapping[str, Any], algorithm: str) -> Co
     """What a checkpoint records, of what the producer has `loaded` and the identity of the algorithm.
 
     Raises:
-        ConfigError: the file of the reward or of the rollout program cannot be read.
+        ConfigError: the file of the reward or of the rollout program cannot be read, or adapters that the run starts
+            from belong to other weights.
     """
     below_adapters = (config.model.path, config.algorithm.critic.critic_path) if config.adapter.is_given else ()
     bases = ["" if path is None else weights_digest(find_checkpoint(path)) for path in below_adapters]
+    if (path := first_adapters(config)) is not None:
+        require_base(path, lambda: bases[0], f"model.path {config.model.path!r}")
     return Contents(loaded["digests"], _scoring_identity(config), algorithm, *bases)
 
 

@@ -1,7 +1,7 @@
 """Fault injection: a real run whose inference pool fails repeatedly, compared with the same run without faults.
 
     python -m benchmarks.chaos --json [--seed N] [--iterations K] [--minutes M] [--rollouts KIND] [--trainer-kills N]
-        [--producer-kills N]
+        [--producer-kills N] [--adapters]
 
 The trainer and instances of the embedded engine are real processes. While they run, instances are killed, stalled,
 slowed down, cut off, drained, restarted and added, also in the middle of a publish; twice no instance is left. A proxy
@@ -69,10 +69,15 @@ async def run_hurt(
     minutes: float,
     kills: Mapping[str, int],
     log: FaultLog,
+    *,
+    has_adapters: bool,
 ) -> Outcome:
     """A run with faults injected into its pool and its own processes for `minutes` at most."""
     (port,) = free_ports(1)
-    run = TrainerRun(directory, "hurt", rollouts, iterations, seed, port, is_killed=kills["trainer"] > 0)
+    is_killed = kills["trainer"] > 0
+    run = TrainerRun(
+        directory, "hurt", rollouts, iterations, seed, port, is_killed=is_killed, has_adapters=has_adapters
+    )
     draw = random.Random(seed)
     shares = {kind: share * rollouts.spoil for kind, share in FAULTY.shares.items()}
     crew = _crew(directory, "hurt", rollouts, port, replace(FAULTY, shares=shares), draw, log)
@@ -95,10 +100,12 @@ async def run_hurt(
         await crew.close()
 
 
-async def run_calm(directory: Path, rollouts: RolloutKind, iterations: int, seed: int) -> Outcome:
+async def run_calm(
+    directory: Path, rollouts: RolloutKind, iterations: int, seed: int, *, has_adapters: bool
+) -> Outcome:
     """The same run without faults."""
     (port,) = free_ports(1)
-    run = TrainerRun(directory, "calm", rollouts, iterations, seed, port, is_killed=False)
+    run = TrainerRun(directory, "calm", rollouts, iterations, seed, port, is_killed=False, has_adapters=has_adapters)
     crew = _crew(directory, "calm", rollouts, port, SOUND, random.Random(seed), FaultLog())
     try:
         for _ in range(INSTANCES_WITHOUT_FAULTS):
@@ -114,9 +121,10 @@ async def measure(directory: Path, options: argparse.Namespace, say: Callable[[s
     make_inputs(directory, iterations)
     log = FaultLog()
     kills = {"trainer": options.trainer_kills, "producer": options.producer_kills}
-    hurt = await run_hurt(directory, rollouts, iterations, seed, options.minutes, kills, log)
+    has_adapters = options.adapters
+    hurt = await run_hurt(directory, rollouts, iterations, seed, options.minutes, kills, log, has_adapters=has_adapters)
     say(f"with faults: {len(hurt.records)} iterations in {hurt.seconds:.1f} s, {log.num_faults} faults")
-    calm = await run_calm(directory, rollouts, iterations, seed)
+    calm = await run_calm(directory, rollouts, iterations, seed, has_adapters=has_adapters)
     say(f"without: {len(calm.records)} iterations in {calm.seconds:.1f} s")
     for run in (hurt, calm):
         if run.exit_code != 0:
@@ -171,6 +179,7 @@ def main(arguments: Sequence[str]) -> int:
         default=0,
         help="how often its producer is killed, which it survives (default: %(default)s)",
     )
+    parser.add_argument("--adapters", action="store_true", help="train adapters in place of all weights")
     parser.add_argument(
         "--keep", type=Path, help="a new directory for all files of both runs (default: a temporary one)"
     )

@@ -82,7 +82,9 @@ stream_interval = 4
 timeout_s = {publish_timeout_s}
 snapshot_dir = "{directory}/snapshots"
 [optimizer]
-learning_rate = 1e-3
+learning_rate = {learning_rate}
+[adapter]
+{adapter}
 [train]
 iterations = {iterations}
 order = "prompt"
@@ -91,6 +93,10 @@ every = {checkpoint_every}
 """
 
 CHECKPOINT_EVERY = 2
+
+ADAPTER = "rank = 4"
+LEARNING_RATES = {False: 1e-3, True: 1e-2}
+"""Of all weights, and of adapters."""
 
 PRODUCER = "async_rl.producer"
 """A word of the command line of the run's producer."""
@@ -138,8 +144,9 @@ class TrainerRun:
         port: int,
         *,
         is_killed: bool,
+        has_adapters: bool,
     ) -> None:
-        """`is_killed`: it saves checkpoints, from which it resumes after `kill`."""
+        """`is_killed`: it saves checkpoints, from which it resumes after `kill`. `has_adapters`: it trains these."""
         self.dir = directory / name
         self.dir.mkdir()
         self._config = directory / f"{name}.toml"
@@ -150,6 +157,8 @@ class TrainerRun:
                 seed=seed,
                 port=port,
                 iterations=iterations,
+                adapter=ADAPTER if has_adapters else "",
+                learning_rate=LEARNING_RATES[has_adapters],
                 prompts=PROMPTS_PER_BATCH,
                 program=rollouts.program,
                 settings=rollouts.settings,

@@ -13,15 +13,18 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from async_rl.config.file import parse_config
 from async_rl.errors import ConfigError, WriteFailed
 from async_rl.method.types import Group
 from tests.support.full_disk import largest_file
+from tests.support.minimal_config import minimal_tree
 from tests.support.trainer.checkpoint_worker import Run
 from trainer.checkpoint.files import checkpoint_path, read_manifest, seal, weights_digest
 from trainer.checkpoint.policy_export import export_merged, export_policy
 from trainer.export import choose_checkpoint, require_empty
 from trainer.forward_backward import make_passes
 from trainer.parallel import Parallel
+from trainer.prompt_data import contents_of
 from trainer.trainer import MegatronTrainer
 
 
@@ -215,8 +218,20 @@ def test_adapters_beside_other_weights_than_those_they_were_trained_beside_are_r
     digest = weights_digest(tiny_model("qwen3"))
     seal_again(checkpoint, {**content, "contents": {"prompts": {}, "reward": "", "base": digest}})
     export_policy(checkpoint, tmp_path / "out", parallel)
+    other = tiny_model("qwen3", seed=1)
     with pytest.raises(ConfigError, match=f"have the digest .*, but had {digest}: name that model by --model"):
-        export_policy(checkpoint, tmp_path / "other", parallel, str(tiny_model("qwen3", seed=1)))
+        export_policy(checkpoint, tmp_path / "other", parallel, str(other))
+    words = (
+        rf"out' were trained beside weights with the digest {digest}, and those of {{}} have {weights_digest(other)}"
+    )
+    with pytest.raises(ConfigError, match=words.format("the base '.*'")):
+        export_merged(tmp_path / "out", tmp_path / "other", parallel, str(other), None)
+    # A run that starts from them.
+    tree = {**minimal_tree(), "adapter": {"rank": 3, "path": str(tmp_path / "out")}, "model": {"path": str(other)}}
+    with pytest.raises(ConfigError, match=words.format(r"model\.path '.*'")):
+        contents_of(parse_config(tree, "here"), {"digests": {}}, "")
+    tree["model"] = {"path": str(tiny_model("qwen3"))}
+    assert contents_of(parse_config(tree, "here"), {"digests": {}}, "").base == digest
 
 
 def seal_again(checkpoint: Path, content: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from trainer.checkpoint.checkpoint import fill, read_checked
 from trainer.checkpoint.compatibility import other_base
 from trainer.checkpoint.files import weights_digest
 from trainer.checkpoint.tensors import POLICY, model_tensors
-from trainer.hf.adapters import add_adapters, save_adapters, start_adapters
+from trainer.hf.adapters import add_adapters, require_base, save_adapters, start_adapters
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import build_model
@@ -43,17 +43,17 @@ def export_policy(
         parallel,
         TrainerSection(),
     )
+    digest = ""
     if config.adapter.is_given:
-        before, now = content.get("contents", {}).get("base"), weights_digest(source)
-        if before and before != now:
-            raise ConfigError(
-                f"checkpoint {str(checkpoint)!r}: {other_base('model.path', before, now)}: name that model by --model"
-            )
+        before, digest = content.get("contents", {}).get("base"), weights_digest(source)
+        if before and before != digest:
+            fault = other_base("model.path", before, digest)
+            raise ConfigError(f"checkpoint {str(checkpoint)!r}: {fault}: name that model by --model")
         load_hf_weights(model, source)
         add_adapters(model, config.adapter)
     fill(checkpoint, model_tensors(model, POLICY), parallel, dist.group.WORLD)
     if config.adapter.is_given and not merges:
-        save_adapters(model, config.adapter, model_path or config.model.path, target)
+        save_adapters(model, config.adapter, model_path or config.model.path, target, digest)
     else:
         save_hf_checkpoint(model, source, target)
 
@@ -73,6 +73,7 @@ def export_merged(adapters: Path, target: Path, parallel: Parallel, base: str | 
     source = _find_model(base or said)
     files = ModelFiles.find(str(source), "the base", is_whole=False)
     require_saved_adapters(section, files)
+    require_base(adapters, lambda: weights_digest(source), f"the base {str(source)!r}")
     model = build_model(files.shape, _dtype_of(files, dtype), parallel, TrainerSection())
     load_hf_weights(model, source)
     start_adapters(model, section)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,6 +16,31 @@ from trainer.hf.checkpoint import save_tensors
 from trainer.hf.weight_map import COLUMNS, Layout, SlicedQKV, WeightEntry, weight_map
 from trainer.model.adapters import Adapter, Matrix, adapters_of, add_output
 from trainer.model.gpt import RankModel
+
+BASE_DIGEST = "base_xxh3"
+"""Key of the metadata of a file of adapters: the digest of the weights beside which they were trained."""
+
+
+def require_base(directory: Path, digest: Callable[[], str], named: str) -> None:
+    """Checks that saved adapters are put beside the weights that they were trained beside, as far as their file says.
+
+    Args:
+        digest: of the weights, which are read for it.
+        named: the setting that names the weights.
+
+    Raises:
+        ConfigError: they are others, or the file cannot be read.
+    """
+    try:
+        with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
+            before = (file.metadata() or {}).get(BASE_DIGEST)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"the adapters in {str(directory)!r} cannot be read: {error}") from error
+    if before and before != (now := digest()):
+        raise ConfigError(
+            f"the adapters in {str(directory)!r} were trained beside weights with the digest {before}, and those of "
+            f"{named} have {now}: name the base that they belong to ({CONFIG_FILE} says where it was)"
+        )
 
 
 def add_adapters(model: RankModel, section: AdapterSection) -> None:
@@ -73,11 +99,12 @@ def _has_adapter(entry: WeightEntry, section: AdapterSection) -> bool:
     return is_linear and entry.megatron_name.endswith(".weight") and any(map(section.targets_layer, entry.hf_shapes))
 
 
-def save_adapters(model: RankModel, section: AdapterSection, base: str, path: Path) -> None:
+def save_adapters(model: RankModel, section: AdapterSection, base: str, path: Path, digest: str = "") -> None:
     """Writes the adapters of a whole model, on one rank, to the directory `path`, as peft and vLLM load them.
 
     Args:
         base: the model that they belong to, by its path or name on the hub.
+        digest: of that model's weights; noted where it is known.
 
     Raises:
         WriteFailed: a file cannot be written.
@@ -100,7 +127,7 @@ def save_adapters(model: RankModel, section: AdapterSection, base: str, path: Pa
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        save_tensors(tensors, partial / WEIGHTS_FILE, {"format": "pt"})
+        save_tensors(tensors, partial / WEIGHTS_FILE, {"format": "pt", BASE_DIGEST: digest})
         (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
         replace_directory(partial, path)
     except (OSError, SafetensorError) as error:
