@@ -68,7 +68,10 @@ async def require_records(tab: Tab, run: SyntheticRun, number: int = 0) -> None:
         assert float(await tab.value(shown)) == record[name]
     if number == 0:
         num_groups = len([row for row in run.groups(last) if row.get("is_trained", True)])
-        assert f"Iteration {last}: {num_groups} groups" in await text_of(tab, "period-summary")
+        summary = await text_of(tab, "period-summary")
+        assert f"Iteration {last}: {num_groups} groups" in summary
+        kept = 100 * float(str(record["merged_share"]))
+        assert f", {kept:.0f}% of the values with adapters changed by it, " in summary
         assert f"All {run.num_iterations} proofs hold" in await text_of(tab, "proof-summary")
         assert await tab.value("document.querySelector('#proof-table tbody td').textContent") == str(last)
 
