@@ -185,7 +185,7 @@ class SandboxFailed(AsyncRLError):
 
 
 class RolloutFailed(AsyncRLError):
-    """A rollout program raised, exited, generated nothing or gave no reward, as often as `rollout.max_attempts`."""
+    """A rollout program raised, exited, generated nothing or gave no reward, `rollout.options.max_attempts` times."""
 
     may_pass = False
 

@@ -52,12 +52,29 @@ def keys_of(model: type[BaseModel]) -> Mapping[str, Key]:
     return found
 
 
+@cache
+def options_of(model: type[BaseModel], table: Key) -> Mapping[str, Key]:
+    """The keys in a table of which a section of its own says what it has, by their dotted names; none in others."""
+    section, _, name = table.name.partition(".")
+    kind = model.model_fields[section].annotation.model_fields[name].annotation  # type: ignore[union-attr]
+    if not _is_section(kind):
+        return {}
+    return {f"{table.name}.{key}": _key(table.name, key, setting) for key, setting in kind.model_fields.items()}
+
+
+def option_keys(model: type[BaseModel]) -> dict[str, Key]:
+    """Those of `options_of` of all tables."""
+    return {name: key for table in keys_of(model).values() for name, key in options_of(model, table).items()}
+
+
 def find_key(model: type[BaseModel], name: str) -> Key | None:
     """The key called `name`, or the table that contains the key `name`, such as prompts.task_options.min_word_len."""
     keys = keys_of(model)
     if name in keys:
         return keys[name]
     table = keys.get(".".join(name.split(".")[:2]))
+    if table and (options := options_of(model, table)):
+        return options.get(name)
     return Key(name, table.section, "VALUE", None, "", False, False) if table and table.is_table else None
 
 
@@ -65,9 +82,10 @@ def explain_unknown(model: type[BaseModel], path: Sequence[str | int]) -> str:
     """A suggestion for the unknown key at `path`: what another trainer's setting is here, or the nearest key; and the
     keys of its section."""
     name = ".".join(map(str, path))
-    if any(isinstance(part, int) for part in path):
-        return _explain_in_list(model, path)
     keys = keys_of(model)
+    table = keys.get(".".join(map(str, path[:2])))
+    if any(isinstance(part, int) for part in path) or (table and options_of(model, table)):
+        return _explain_in_table(model, path)
     section = name.split(".")[0]
     in_section = [key.name for key in keys.values() if key.section == section]
     near = nearest(name, keys) or _same_last_part(name, keys)
@@ -87,15 +105,16 @@ def explain_unknown(model: type[BaseModel], path: Sequence[str | int]) -> str:
     return f"{meant}the sections are {', '.join(sections)}"
 
 
-def _explain_in_list(model: type[BaseModel], path: Sequence[str | int]) -> str:
-    """The same for a key of a table in a list, such as evaluation.sets.0.nmae."""
+def _explain_in_table(model: type[BaseModel], path: Sequence[str | int]) -> str:
+    """The same for a key of a table below a section, such as evaluation.sets.0.nmae or rollout.options.max_trns."""
     annotation: Any = model
     for part in path[:-1]:
         annotation = get_args(annotation)[0] if isinstance(part, int) else annotation.model_fields[part].annotation
     names = list(annotation.model_fields)
     near = nearest(str(path[-1]), names)
     meant = f"did you mean {near!r}? " if near else "correct its spelling or remove it; "
-    return f"{meant}each of {'.'.join(str(part) for part in path[:-2])} has {', '.join(names)}"
+    where = [str(part) for part in path[:-1] if not isinstance(part, int)]
+    return f"{meant}{'each of ' if len(where) < len(path) - 1 else ''}{'.'.join(where)} has {', '.join(names)}"
 
 
 def nearest(name: str, names: Sequence[str] | Mapping[str, Any]) -> str | None:
@@ -148,7 +167,7 @@ def _same_last_part(name: str, keys: Mapping[str, Key]) -> str | None:
 def _key(section: str, name: str, setting: FieldInfo) -> Key:
     default = None
     if not setting.is_required():
-        default = as_toml(setting.get_default(call_default_factory=True))
+        default = default_of(setting)
     kinds = kinds_of(setting.annotation)
     return Key(
         f"{section}.{name}",
@@ -157,8 +176,17 @@ def _key(section: str, name: str, setting: FieldInfo) -> Key:
         default,
         setting.description or "",
         is_text=kinds <= {str, Path},
-        is_table=dict in kinds,
+        is_table=dict in kinds or _is_section(setting.annotation),
     )
+
+
+def default_of(setting: FieldInfo) -> str:
+    """As TOML; a table of options is empty by default."""
+    return "{}" if _is_section(setting.annotation) else as_toml(setting.get_default(call_default_factory=True))
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def kinds_of(annotation: Any) -> set[Any]:
@@ -176,5 +204,7 @@ def _takes(annotation: Any) -> str:
         return "|".join(choice if isinstance(choice, str) else json.dumps(choice) for choice in get_args(annotation))
     if get_origin(annotation) in (Union, UnionType):
         return "|".join(_takes(part) for part in get_args(annotation) if part is not type(None))
+    if _is_section(annotation):
+        return "TABLE"
     names = {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", tuple: "LIST", dict: "TABLE"}
     return names[get_origin(annotation) or annotation]

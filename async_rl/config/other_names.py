@@ -97,7 +97,7 @@ PRIME_RL = _names_of(
     "prime-rl",
     ("rollouts_per_example", ("rollout.responses_per_prompt",), ""),
     ("batch_size", ("prompts.prompts_per_batch",), "of prompts, not of rollouts"),
-    ("seq_len", ("rollout.max_context_tokens",), ""),
+    ("seq_len", ("rollout.options.max_context_tokens",), ""),
     ("max_async_level", (), "nothing is older than the weights in training"),
     ("lr", ("optimizer.learning_rate",), ""),
     ("optimizer.type", (), _ADAMW),
@@ -108,6 +108,11 @@ OTHER_NAMES = PRIME_RL | VERL | TRL
 _OF_REWARDS = (
     *("test_timeout_s", "test_memory_bytes", "pattern", "match", "url", "token_from", "model", "rubric"),
     *("score_pattern", "min_score", "max_score", "unreadable_reward"),
+)
+
+_OF_PROGRAMS = (
+    *("max_turns", "max_context_tokens", "renderer", "timeout_s", "max_attempts", "max_concurrent"),
+    *("max_concurrent_per_environment", "num_workers", "gateway_host"),
 )
 
 _OF_CRITICS = ("learning_rate", "path", "iterations_alone")
@@ -129,6 +134,7 @@ _GONE = (
 EARLIER = _names_of(
     "an earlier async-rl",
     *((f"reward.{name}", (f"reward.options.{name}",), "") for name in _OF_REWARDS),
+    *((f"rollout.{name}", (f"rollout.options.{name}",), "") for name in _OF_PROGRAMS),
     ("reward.on_error", ("reward.max_attempts",), "1 where it was fail"),
     ("prompts.column", ("prompts.columns.prompt",), ""),
     ("prompts.pass_over", ("prompts.reserve",), "chosen after the rollouts"),

@@ -11,6 +11,28 @@ SINGLE_TURN = "single_turn"
 """The rollout that needs no program."""
 
 
+class ProgramOptions(Section):
+    """Of rollouts of a program; without one they have no effect."""
+
+    max_turns: int = Field(16, ge=1, description="turns of a program's rollout, which is truncated there")
+    max_context_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="of a program's rollout: tokens before a turn and its own; by default as many as the model takes",
+    )
+    renderer: str = Field(
+        "auto", description="from messages to tokens: auto, template, or a name of the renderers package"
+    )
+    timeout_s: float = Field(600.0, gt=0, description="of a program's rollout, which is truncated then")
+    max_attempts: int = Field(3, ge=1, description="runs of a rollout whose program fails; then the training run ends")
+    max_concurrent: int = Field(256, ge=1, description="rollouts of a program under way at once, for each replica")
+    max_concurrent_per_environment: int | None = Field(
+        None, ge=1, description="of these, rollouts whose rows name the same `environment`; by default all of them"
+    )
+    num_workers: int = Field(1, ge=1, description="processes that run the program's rollouts")
+    gateway_host: str = Field("127.0.0.1", description="where the gateway listens for agents (see gateway.md)")
+
+
 class RolloutSection(Section):
     responses_per_prompt: int = Field(
         8, ge=1, le=1024, description="G: responses of one group; at least 2, where an algorithm compares them"
@@ -36,23 +58,9 @@ class RolloutSection(Section):
         "function of a prompt and the policy (see rollouts.md); or command:PROGRAM ARGUMENTS, an agent (see "
         "gateway.md)",
     )
-    max_turns: int = Field(16, ge=1, description="turns of a program's rollout, which is truncated there")
-    max_context_tokens: int | None = Field(
-        None,
-        ge=2,
-        description="of a program's rollout: tokens before a turn and its own; by default as many as the model takes",
+    options: ProgramOptions = Field(
+        default_factory=ProgramOptions, description="of a program's rollouts, [rollout.options] (see rollouts.md)"
     )
-    renderer: str = Field(
-        "auto", description="from messages to tokens: auto, template, or a name of the renderers package"
-    )
-    timeout_s: float = Field(600.0, gt=0, description="of a program's rollout, which is truncated then")
-    max_attempts: int = Field(3, ge=1, description="runs of a rollout whose program fails; then the training run ends")
-    max_concurrent: int = Field(256, ge=1, description="rollouts of a program under way at once, for each replica")
-    max_concurrent_per_environment: int | None = Field(
-        None, ge=1, description="of these, rollouts whose rows name the same `environment`; by default all of them"
-    )
-    num_workers: int = Field(1, ge=1, description="processes that run the program's rollouts")
-    gateway_host: str = Field("127.0.0.1", description="where the gateway listens for agents (see gateway.md)")
 
     @model_validator(mode="before")
     @classmethod

@@ -138,7 +138,7 @@ class Config(Section):
         """Tokens of a prompt and a response that an instance has to accept; None for as many as its model takes."""
         if self.rollout.program == SINGLE_TURN:
             return self.prompts.max_prompt_tokens + self.rollout.max_response_tokens
-        return self.rollout.max_context_tokens
+        return self.rollout.options.max_context_tokens
 
     def with_iterations(self, num_prompts: int) -> "Config":
         """With the number of iterations that `train.epochs` of so many prompts are, if these are what it has.

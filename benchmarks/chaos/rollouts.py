@@ -38,7 +38,8 @@ MAX_CHAT_TOKENS = 240
 """Less than a prompt, all sampled tokens and what is said between them may have: another limit that is reached."""
 
 MAX_TURNS = 6
-LIMITS = f"""renderer = "template"
+LIMITS = f"""[rollout.options]
+renderer = "template"
 max_turns = {MAX_TURNS}
 max_attempts = 1000
 num_workers = 2

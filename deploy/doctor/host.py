@@ -98,7 +98,7 @@ def _open_files(config: Config | None) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = LEAST_OPEN_FILES
     if config is not None:
-        under_way = max(config.prompts.num_drawn, config.rollout.max_concurrent)
+        under_way = max(config.prompts.num_drawn, config.rollout.options.max_concurrent)
         needed += FILES_PER_GROUP * under_way
     unlimited = resource.RLIM_INFINITY
     found = f"{'unlimited' if soft == unlimited else soft}, {needed} wanted"

@@ -70,7 +70,7 @@ def require_addresses(config: Config) -> None:
     pool, rollout = config.pool, config.rollout
     listen("the fleet endpoint", pool.fleet_host, pool.fleet_port, "pool.fleet").close()
     if rollout.program != SINGLE_TURN:
-        listen("the gateway", rollout.gateway_host, 0, "rollout.gateway").close()
+        listen("the gateway", rollout.options.gateway_host, 0, "rollout.options.gateway").close()
 
 
 def require_engine(config: Config, instance: Process) -> None:

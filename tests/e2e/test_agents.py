@@ -41,7 +41,9 @@ def test_a_run_of_agents_is_proven_token_by_token(new_run: Callable[[str], Run],
     lines = [line for line in before.splitlines() if not line.startswith(("path =", "chat_template"))]
     text = "\n".join(lines).replace("[model]", f'[model]\npath = "{model}"')
     text = text.replace("max_response_tokens = 24", "max_response_tokens = 64").replace(
-        "[reward]", f'program = "command:{sys.executable} {tmp_path / "agent.py"}"\nrenderer = "qwen3"\n[reward]'
+        "[reward]",
+        f'program = "command:{sys.executable} {tmp_path / "agent.py"}"\n'
+        '[rollout.options]\nrenderer = "qwen3"\n[reward]',
     )
     run.config.write_text(text)
     run.train("--inference.num_instances=1", "--train.iterations=2")

@@ -9,9 +9,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from async_rl.config.evaluation_section import EvaluationSet
-from async_rl.config.keys import as_toml
+from async_rl.config.keys import default_of
 from async_rl.config.prompts_section import MixturePart
 from async_rl.config.reward_section import OPTIONS, RewardPart, RewardSettings
+from async_rl.config.rollout_section import ProgramOptions
 from async_rl.config.sections import Config
 from tests.support import ROOT
 
@@ -55,7 +56,7 @@ SET_BY_YOU = {
     "model": "path dtype",
     "prompts": "source prompts_per_batch max_prompt_tokens columns chat_template system_prompt task_options mixture "
     "held_out",
-    "rollout": "responses_per_prompt max_response_tokens program max_turns",
+    "rollout": "responses_per_prompt max_response_tokens program options",
     "reward": "name parts column options num_workers",
     "algorithm": "name options",
     "optimizer": "learning_rate",
@@ -70,7 +71,7 @@ SET_BY_YOU = {
 WHEN_TUNING = {
     "run": "seed placement",
     "prompts": "reserve deduplicate curriculum_iterations template_arguments",
-    "rollout": "temperature stop stop_token_ids max_context_tokens timeout_s max_concurrent num_workers",
+    "rollout": "temperature stop stop_token_ids",
     "reward": "timeout_s max_concurrency max_attempts correct_at",
     "publish": "transport snapshot_dir timeout_s",
     "pool": "timeout_s request_timeout_s",
@@ -96,6 +97,11 @@ LISTS: tuple[tuple[str, str, type[BaseModel]], ...] = (
         "[[prompts.mixture]]",
         "One table for each part of a mixture; [data.md](data.md#mixtures) describes how they are mixed.",
         MixturePart,
+    ),
+    (
+        "[rollout.options]",
+        "Of the rollouts of a program; [rollouts.md](rollouts.md) describes them. Without one they have no effect.",
+        ProgramOptions,
     ),
     (
         "[[reward.parts]]",
@@ -152,8 +158,7 @@ def table(rows: list[str]) -> str:
 
 def row(name: str, setting: FieldInfo) -> str:
     """A key's row."""
-    default = setting.get_default(call_default_factory=True)
-    shown = "required" if setting.is_required() else f"`{as_toml(default)}`"
+    shown = "required" if setting.is_required() else f"`{default_of(setting)}`"
     return f"| `{name}` | {shown} | {setting.description} |"
 
 

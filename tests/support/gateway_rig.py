@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from async_rl.config.rollout_section import RolloutSection
 from async_rl.method.token_arrays import TokenIds
 from async_rl.method.types import Prompt
 from async_rl.parts.gateway.gateway import Access, Gateway
@@ -15,6 +14,7 @@ from async_rl.rollouts.groups.trajectory import Trajectory
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.shared.event_loop import EventLoopThread
 from tests.support.agent_tokenizer import make_agent_tokenizer
+from tests.support.rollout_settings import rollout_section
 from tests.support.scripted_policy import Say, ScriptedPolicy
 
 VERSION = "run-0"
@@ -46,7 +46,7 @@ class GatewayRig:
         self.loop = loop
         self.tokenizer = make_agent_tokenizer()
         self.policy = ScriptedPolicy(self.tokenizer, say, max_model_len)
-        self.config = RolloutSection(**settings)
+        self.config = rollout_section(**settings)
         self.gateway = Gateway(self.config, cast(Any, self.tokenizer))
         renderer = make_renderer("template", self.tokenizer, "tiny")
         pool = cast(InferencePool, self.policy)

@@ -37,6 +37,7 @@ def use_program(run: Run, model: Path, folder: Path) -> None:
     lines = [line for line in before.splitlines() if not line.startswith(("path =", "chat_template", "name ="))]
     text = "\n".join(lines).replace("[model]", f'[model]\npath = "{model}"')
     text = text.replace("max_response_tokens = 24", "max_response_tokens = 64").replace(
-        "[reward]", f'program = "python:{folder / "program.py"}:rollout"\nrenderer = "qwen3"\n[reward]'
+        "[reward]",
+        f'program = "python:{folder / "program.py"}:rollout"\n[rollout.options]\nrenderer = "qwen3"\n[reward]',
     )
     run.config.write_text(text)

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from async_rl.checks.preflight.model import read_shape
-from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.method.types import Group, Prompt, Response, RolloutFacts, WeightSpan
 from async_rl.rollouts.agents.session import Sessions
@@ -31,6 +30,7 @@ from inference_service.engine.sequences import Sequence as Generated
 from inference_service.engine.step import ModelStep
 from inference_service.engine.transformers_engine import TransformersEngine
 from tests.support.groups import make_group, make_response
+from tests.support.rollout_settings import rollout_section
 from tests.support.tiny_model import FAMILIES
 from trainer.batching.group_slice import slices_of
 from trainer.batching.packing import pack
@@ -312,7 +312,7 @@ async def roll_out(model: PreTrainedModel, rng: random.Random) -> Group:
     engine = TransformersEngine(LoadedModel(model, None, frozenset(), 512), size, 512, "processed_logprobs", EXACT)
     await engine.start()
     prompt, other = Prompt("p", tokens(50), {}), tokens(50)
-    limits = RolloutSection(max_response_tokens=1000, max_turns=8, temperature=0.9)
+    limits = rollout_section(max_response_tokens=1000, max_turns=8, temperature=0.9)
     sessions = Sessions(EnginePool(engine, rng), NoTexts(), None, limits)  # type: ignore[arg-type]
 
     async def one(number: int) -> Trajectory:

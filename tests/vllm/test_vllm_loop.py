@@ -143,7 +143,14 @@ def test_rollouts_of_several_turns_are_on_policy_with_vllm(run: Run, vllm_python
     make_chat_tokenizer(model)
     program.write_text(PROGRAM)
     run.start(
-        *("--model.path", str(model), "--rollout.program", f"python:{program}:rollout", "--rollout.renderer", "qwen3"),
+        *(
+            "--model.path",
+            str(model),
+            "--rollout.program",
+            f"python:{program}:rollout",
+            "--rollout.options.renderer",
+            "qwen3",
+        ),
         *("--inference.engine", "vllm", "--inference.python", vllm_python),
         *("--prompts.max_prompt_tokens", "700", "--prompts.prompts_per_batch", str(NUM_PROMPTS)),
         *("--prompts.chat_template", "true", "--rollout.responses_per_prompt", str(NUM_RESPONSES)),

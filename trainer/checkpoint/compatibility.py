@@ -13,6 +13,8 @@ from typing import Any
 
 from async_rl.checks.preflight.model import CRITIC
 from async_rl.config.file import parse_config
+from async_rl.config.keys import set_dotted
+from async_rl.config.other_names import EARLIER
 from async_rl.config.reward_section import OPTIONS as REWARD_OPTIONS
 from async_rl.config.reward_section import RewardSettings
 from async_rl.config.section import NoOptions
@@ -27,8 +29,8 @@ _MAY_CHANGE = {
     *("train.iterations", "train.epochs", "train.logprob_noise", "train.exact"),
     *("reward.timeout_s", "reward.num_workers", "reward.max_concurrency", "reward.max_attempts"),
     *("reward.options.token_from", "reward.correct_at"),
-    *("rollout.num_workers", "rollout.max_concurrent", "rollout.max_attempts"),
-    "rollout.gateway_host",
+    *("rollout.options.num_workers", "rollout.options.max_concurrent", "rollout.options.max_attempts"),
+    "rollout.options.gateway_host",
     *("optimizer.learning_rate", "optimizer.schedule", "optimizer.min_learning_rate_ratio"),
     "optimizer.warmup_iterations",
     "algorithm.options.critic_learning_rate",
@@ -90,11 +92,24 @@ def deciding_settings(config: Config) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if _setting(key) not in _MAY_CHANGE}
 
 
+def with_todays_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved config with the keys that have moved since, and kept their meaning, where they are now."""
+    tree: dict[str, Any] = {}
+    for section, keys in saved.items():
+        tree.setdefault(section, {})
+        for key, value in keys.items():
+            name = f"{section}.{key}"
+            moved = EARLIER.get(name)
+            set_dotted(tree, moved.keys[0] if moved and len(moved.keys) == 1 and not moved.note else name, value)
+    return tree
+
+
 def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value of a config as JSON, with each option of the algorithm as a key of its own."""
+    """Dotted key -> value of a config as JSON, with each option of algorithm and program as a key of its own."""
     settings = {f"{section}.{key}": value for section, keys in tree.items() for key, value in keys.items()}
-    options = settings.pop("algorithm.options", {})
-    return settings | {f"algorithm.options.{key}": value for key, value in options.items()}
+    for table in ("algorithm.options", "rollout.options"):
+        settings |= {f"{table}.{key}": value for key, value in settings.pop(table, {}).items()}
+    return settings
 
 
 def _reward_settings(prefix: str, reward: RewardSettings, alone: RewardSettings) -> dict[str, Any]:
@@ -129,6 +144,7 @@ def require_same_run(
     Raises:
         ConfigError: it is not one, and `run.accept_changes` is not set; names everything that differs.
     """
+    saved = with_todays_names(saved)
     before = deciding_settings(parse_config(saved, source=f"the config in checkpoint {checkpoint!r}"))
     now = deciding_settings(config)
     _say_what_may_change(saved, config)

@@ -308,7 +308,7 @@ def with_room(config: Config, files: ModelFiles) -> Config:
     if rollout.program == SINGLE_TURN:
         most = positions - rollout.max_response_tokens
     else:
-        most = min(positions, rollout.max_context_tokens or positions) - 1
+        most = min(positions, rollout.options.max_context_tokens or positions) - 1
     if not 0 < most < config.prompts.max_prompt_tokens:
         return config
     return config.model_copy(update={"prompts": config.prompts.model_copy(update={"max_prompt_tokens": most})})
@@ -320,10 +320,10 @@ def require_fit(config: Config, files: ModelFiles) -> None:
     Raises:
         ConfigError: they do not.
     """
-    positions, context = files.max_positions, config.rollout.max_context_tokens
+    positions, context = files.max_positions, config.rollout.options.max_context_tokens
     if positions is not None and context is not None and context > positions:
         raise ConfigError(
-            f"rollout.max_context_tokens is {context}, more than the model's {positions} positions "
+            f"rollout.options.max_context_tokens is {context}, more than the model's {positions} positions "
             f"(max_position_embeddings of model.path {files.name!r}): lower it"
         )
     prompt, response = config.prompts.max_prompt_tokens, config.rollout.max_response_tokens
@@ -332,8 +332,8 @@ def require_fit(config: Config, files: ModelFiles) -> None:
         if most is not None and prompt >= most:
             raise ConfigError(
                 f"prompts.max_prompt_tokens = {prompt} leaves no room for a turn: with all that is before it, it has "
-                f"at most {most} tokens (rollout.max_context_tokens, else the model's positions): lower "
-                f"prompts.max_prompt_tokens to {most - 1} at most, or raise rollout.max_context_tokens"
+                f"at most {most} tokens (rollout.options.max_context_tokens, else the model's positions): lower "
+                f"prompts.max_prompt_tokens to {most - 1} at most, or raise rollout.options.max_context_tokens"
             )
         return
     if positions is not None and prompt + response > positions:

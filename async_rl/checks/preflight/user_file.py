@@ -33,7 +33,7 @@ def require_algorithm(config: AlgorithmSection) -> None:
 
 
 def require_program(config: RolloutSection) -> None:
-    """Checks `rollout.program` and `rollout.renderer`.
+    """Checks `rollout.program` and `rollout.options.renderer`.
 
     Raises:
         ConfigError: there is no such program, named with its file and, if possible, the line; or no such renderer.
@@ -52,7 +52,7 @@ def require_program(config: RolloutSection) -> None:
             f"rollout.program is {config.program!r}: expected {SINGLE_TURN}, {PREFIX}path/to/file.py:function, or "
             f"{COMMAND}PROGRAM ARGUMENTS"
         )
-    require_renderer(config.renderer)
+    require_renderer(config.options.renderer)
 
 
 def _require_async(name: str, definition: ast.FunctionDef | ast.AsyncFunctionDef) -> None:

@@ -140,7 +140,9 @@ class Environment:
         if found == "error" and isinstance(data, Mapping):
             hint = ""
             if data.get("code") == "CAPACITY_REACHED":
-                hint = "; raise the server's max_concurrent_envs, or lower rollout.max_concurrent_per_environment"
+                hint = (
+                    "; raise the server's max_concurrent_envs, or lower rollout.options.max_concurrent_per_environment"
+                )
             raise EnvironmentFailed(f"{self._url} refused a {kind}: {_shown(data.get('message', data))}{hint}")
         if found != expected or not isinstance(data, Mapping):
             raise EnvironmentFailed(f"{self._url} responded to a {kind} with {_shown(text)}")

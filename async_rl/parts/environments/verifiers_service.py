@@ -155,7 +155,7 @@ def _require_no_retries(config: Any) -> None:
     agents = {name: value.retries for name, value in config if hasattr(value, "retries")}
     for name, retries in {"env": config.retries, **{f"env.{name}": each for name, each in agents.items()}}.items():
         if retries.max_retries or retries.rules:
-            raise ValueError(f"{name}.retries is set: leave it out; rollout.max_attempts repeats what fails")
+            raise ValueError(f"{name}.retries is set: leave it out; rollout.options.max_attempts repeats what fails")
 
 
 def _shown(error: Exception) -> str:

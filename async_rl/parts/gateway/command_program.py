@@ -56,7 +56,7 @@ class CommandProgram:
         Raises:
             ConfigError: there is no such program.
         """
-        self._timeout_s = config.timeout_s
+        self._timeout_s = config.options.timeout_s
         self._command = split_command(SETTING, config.program)
 
     async def start(self) -> None:
@@ -139,8 +139,8 @@ async def _guarded(
 
 def _not_started(error: OSError) -> ProgramFailed:
     return ProgramFailed(
-        f": its process cannot be started: {error}; lower rollout.max_concurrent, or raise the limits of open files "
-        "and processes (ulimit -n, -u)"
+        f": its process cannot be started: {error}; lower rollout.options.max_concurrent, or raise the limits of open "
+        "files and processes (ulimit -n, -u)"
     )
 
 

@@ -79,7 +79,7 @@ class Gateway:
     """Serves rollouts from `start` to `stop`, which both run on the producer's event loop.
 
     Args:
-        address: at which other hosts reach this one, if `rollout.gateway_host` means all its interfaces; None
+        address: at which other hosts reach this one, if `rollout.options.gateway_host` means all its interfaces; None
             determines one.
     """
 
@@ -99,7 +99,7 @@ class Gateway:
         Raises:
             ConfigError: the address cannot be used.
         """
-        listener = listen("the gateway", self._rollout.gateway_host, 0, "rollout.gateway")
+        listener = listen("the gateway", self._rollout.options.gateway_host, 0, "rollout.options.gateway")
         self.url = url_for_others(listener, self._address)
         if is_open_to_network(listener):
             log.warning(

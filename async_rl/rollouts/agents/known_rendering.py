@@ -37,7 +37,9 @@ def make_known_renderer(
         renderer = create_renderer(tokenizer, type(config)(thinking_retention="all"))
         return KnownRenderer(renderer, tokenizer, end_token_ids)
     except Exception as error:
-        raise ConfigError(f"rollout.renderer {name!r} does not fit the tokenizer of {model_path}: {error}") from error
+        raise ConfigError(
+            f"rollout.options.renderer {name!r} does not fit the tokenizer of {model_path}: {error}"
+        ) from error
 
 
 class KnownRenderer:

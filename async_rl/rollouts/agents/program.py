@@ -112,7 +112,7 @@ class Program(Protocol):
         ...
 
     async def run(self, prompt: ProgramPrompt, session: "RolloutSession") -> RolloutResult:
-        """One rollout, whose turns `session` records; ends within `rollout.timeout_s` and a short grace time.
+        """One rollout, whose turns `session` records; ends within `rollout.options.timeout_s` and a short grace time.
 
         At that limit it calls `session.stop("time")`. A rollout that a limit has ended has a result, too.
 

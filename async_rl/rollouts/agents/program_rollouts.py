@@ -1,8 +1,8 @@
 """Which `GroupMaker` a run has, for producer and evaluation; and the one whose rollouts are runs of a program.
 
-A run that fails is repeated, with the turns that were sampled already, up to `rollout.max_attempts` times; one that was
-ended because of another one is repeated without being counted. A limit is no failure: the rollout is truncated, keeps
-its turns, and gets a reward like any other.
+A run that fails is repeated, with the turns that were sampled already, up to `rollout.options.max_attempts` times; one
+that was ended because of another one is repeated without being counted. A limit is no failure: the rollout is
+truncated, keeps its turns, and gets a reward like any other.
 """
 
 import asyncio
@@ -139,7 +139,7 @@ def make_program_rollouts(
         ConfigError: there is no renderer for its messages.
     """
     ends = pool.model_tokens.end_token_ids if pool.model_tokens is not None else ()
-    renderer = make_renderer(rollout.renderer, tokenizer, model_path, ends, prompts.template_arguments)
+    renderer = make_renderer(rollout.options.renderer, tokenizer, model_path, ends, prompts.template_arguments)
     letters = max_letters_of(tokenizer)
     sessions = Sessions(pool, tokenizer, renderer, rollout, max_letters=letters, router_replay=router_replay)
     return ProgramGroupMaker(program, sessions, reward, rollout, prompts, seed)
@@ -180,7 +180,7 @@ class ProgramGroupMaker:
         self._rollout = rollout
         self._prompts = prompts
         self._seed = seed
-        self._slots = Slots(rollout.max_concurrent, rollout.max_concurrent_per_environment)
+        self._slots = Slots(rollout.options.max_concurrent, rollout.options.max_concurrent_per_environment)
         self._expected_length = ExpectedLength(rollout.max_response_tokens)
         self._figures = RolloutFigures(rollout.program)
 
@@ -323,9 +323,9 @@ class ProgramGroupMaker:
             RolloutFailed: it was the last attempt.
         """
         reason = str(error) if isinstance(error, ProgramFailed) else f": {error}"
-        attempt = f"attempt {num_failures} of {self._rollout.max_attempts}"
+        attempt = f"attempt {num_failures} of {self._rollout.options.max_attempts}"
         what = f"rollout.program {self._rollout.program!r}, {place.name}, {attempt}{reason}"
-        if num_failures >= self._rollout.max_attempts:
+        if num_failures >= self._rollout.options.max_attempts:
             raise RolloutFailed(what) from error
         log.warning("%s", what)
 

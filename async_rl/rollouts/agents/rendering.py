@@ -91,15 +91,15 @@ def make_renderer(
     """
     if template_arguments and name not in (AUTO, TEMPLATE):
         raise ConfigError(
-            f"prompts.template_arguments are set, but rollout.renderer {name!r} renders without the chat template: "
-            f"leave one of them out, or set rollout.renderer = {TEMPLATE!r}"
+            f"prompts.template_arguments are set, but rollout.options.renderer {name!r} renders without the chat "
+            f"template: leave one of them out, or set rollout.options.renderer = {TEMPLATE!r}"
         )
     name = TEMPLATE if template_arguments else name
     # The first call unsets what its file says of padding and cutting; later ones only read, so threads may share it.
     tokenizer([""], add_special_tokens=False)
     if name == TEMPLATE and not _has_tools(tokenizer):
         return TemplateRenderer(tokenizer, end_token_ids, template_arguments)
-    require_extras(f"rollout.renderer = {name!r}", "agents")
+    require_extras(f"rollout.options.renderer = {name!r}", "agents")
     # Imported here: the package is an extra.
     known = import_module("async_rl.rollouts.agents.known_rendering")
     renderer: Renderer | None = (
@@ -108,7 +108,7 @@ def make_renderer(
     if renderer is not None:
         return renderer
     if name != TEMPLATE:
-        log.info("rollout.renderer: %s is rendered by its tokenizer's chat template", model_path)
+        log.info("rollout.options.renderer: %s is rendered by its tokenizer's chat template", model_path)
     parse_tools = known.json_tool_parser(tokenizer) if _has_tools(tokenizer) else None
     return TemplateRenderer(tokenizer, end_token_ids, template_arguments, parse_tools)
 
@@ -180,7 +180,8 @@ class TemplateRenderer:
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
         if self._tokenizer.chat_template is None:
             raise InvalidRequest(
-                "the tokenizer has no chat template: generate from token_ids, or name the model's rollout.renderer"
+                "the tokenizer has no chat template: generate from token_ids, or name the model's "
+                "rollout.options.renderer"
             )
         plain = [_with_objects(message) for message in messages]
         try:

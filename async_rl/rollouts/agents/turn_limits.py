@@ -34,8 +34,8 @@ class TurnLimits:
 
     @classmethod
     def of(cls, rollout: RolloutSection, max_response_tokens: int, max_model_len: int | None) -> "TurnLimits":
-        lengths = (length for length in (max_model_len, rollout.max_context_tokens) if length)
-        return cls(rollout.max_turns, max_response_tokens, min(lengths, default=None))
+        lengths = (length for length in (max_model_len, rollout.options.max_context_tokens) if length)
+        return cls(rollout.options.max_turns, max_response_tokens, min(lengths, default=None))
 
     def allowance(self, used: Used, asked: int | None) -> tuple[int, Limit | None]:
         """How many tokens a turn may have, and the limit that sets this number, if one does.
@@ -50,7 +50,7 @@ class TurnLimits:
         }
         limit = min(room, key=room.__getitem__)
         if room[limit] <= 0:
-            settings = f"rollout.max_turns = {self.max_turns}, max_response_tokens = {self.max_response_tokens}"
+            settings = f"rollout.options.max_turns = {self.max_turns}, max_response_tokens = {self.max_response_tokens}"
             raise LimitReached(
                 limit, f"the rollout has reached its limit of {limit} ({settings}, at most {self.longest} in all)"
             )

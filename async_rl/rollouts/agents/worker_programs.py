@@ -1,4 +1,4 @@
-"""Rollout programs named `python:path/to/file.py:function`, in `rollout.num_workers` processes of their own."""
+"""Rollout programs named `python:path/to/file.py:function`, in `rollout.options.num_workers` processes of their own."""
 
 import asyncio
 import logging
@@ -40,14 +40,16 @@ class WorkerProgram:
         """
         self._identity = file_identity(SETTING, config.program)
         self._config = config
-        self._pool = WorkerPool([program_worker(config.program) for _ in range(config.num_workers)], self._start)
+        self._pool = WorkerPool(
+            [program_worker(config.program) for _ in range(config.options.num_workers)], self._start
+        )
 
     async def start(self) -> None:
         await self._pool.start()
 
     async def run(self, prompt: ProgramPrompt, session: RolloutSession) -> RolloutResult:
         async with self._pool.taken() as worker:
-            return await run_program(worker, prompt, session, self._config.timeout_s)
+            return await run_program(worker, prompt, session, self._config.options.timeout_s)
 
     async def close(self) -> None:
         await self._pool.close()
@@ -66,7 +68,7 @@ class WorkerProgram:
 
     async def _load(self, worker: Worker) -> None:
         """Starts a process, again if it ends meanwhile: a machine without memory kills whatever starts."""
-        for attempt in range(1, self._config.max_attempts):
+        for attempt in range(1, self._config.options.max_attempts):
             try:
                 await worker.start()
                 return

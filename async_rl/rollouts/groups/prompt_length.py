@@ -24,11 +24,13 @@ def require_len(rollout: RolloutSection, longest: Prompt, max_model_len: int | N
                 f"prompts.max_prompt_tokens to {max(max_model_len - response, 0)} or shorten the responses"
             )
         return num_tokens
-    most = min((length for length in (max_model_len, rollout.max_context_tokens) if length), default=num_prompt + 1)
+    most = min(
+        (length for length in (max_model_len, rollout.options.max_context_tokens) if length), default=num_prompt + 1
+    )
     if num_prompt >= most:
         raise ConfigError(
             f"prompt {longest.prompt_id} has {num_prompt} tokens, which leaves no room for a turn: with all that is "
-            f"before it, it has at most {most} (rollout.max_context_tokens, else the instances' model): lower "
-            f"prompts.max_prompt_tokens to {most - 1}, or raise rollout.max_context_tokens"
+            f"before it, it has at most {most} (rollout.options.max_context_tokens, else the instances' model): lower "
+            f"prompts.max_prompt_tokens to {most - 1}, or raise rollout.options.max_context_tokens"
         )
     return most

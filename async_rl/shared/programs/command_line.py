@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from async_rl.config.keys import Key, explain_unknown, find_key, keys_of, nearest
+from async_rl.config.keys import Key, explain_unknown, find_key, keys_of, nearest, option_keys, options_of
 from async_rl.config.other_names import translated
 
 USAGE_ERROR = 2
@@ -125,7 +125,7 @@ class Parser(argparse.ArgumentParser):
             key = name.removeprefix("--")
             self.error(f"unknown key {key!r}: {explain_unknown(self._config, key.split('.'))}")
         own = [option for option in self._option_string_actions if option.startswith("--")]
-        keys = [f"--{key}" for key in keys_of(self._config)] if self._config else []
+        keys = [f"--{key}" for key in (*keys_of(self._config), *option_keys(self._config))] if self._config else []
         # A bare --iterations means the key of that name in some section.
         same = [key for key in keys if key.endswith("." + name.removeprefix("--"))]
         near = nearest(name, own) or (same[0] if same else nearest(name, keys))
@@ -183,7 +183,11 @@ def _keys_help(config: type[BaseModel]) -> str:
     keys = keys_of(config)
     lines = ["", f"{KEYS_TITLE}:"]
     for section in dict.fromkeys(key.section for key in keys.values()):
-        lines += ["", f"[{section}]", *_key_lines(key for key in keys.values() if key.section == section)]
+        own = [key for key in keys.values() if key.section == section]
+        lines += ["", f"[{section}]", *_key_lines(own)]
+        for key in own:
+            if options := options_of(config, key):
+                lines += ["", f"[{key.name}]", *_key_lines(options.values())]
     return "\n".join(lines) + "\n"
 
 

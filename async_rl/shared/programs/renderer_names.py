@@ -1,4 +1,4 @@
-"""The names that `rollout.renderer` may have; for the pre-flight and for the renderers themselves."""
+"""The names that `rollout.options.renderer` may have; for the pre-flight and for the renderers themselves."""
 
 from importlib import import_module
 
@@ -20,7 +20,7 @@ def require_renderer(name: str) -> None:
     """
     if name == TEMPLATE:
         return
-    require_extras(f"rollout.renderer = {name!r}", "agents")
+    require_extras(f"rollout.options.renderer = {name!r}", "agents")
     if name == AUTO:
         return
     # Imported here: the package is an extra, and takes a second.
@@ -29,6 +29,6 @@ def require_renderer(name: str) -> None:
     except ValueError as error:
         known = sorted(set(import_module("renderers.base").MODEL_RENDERER_MAP.values()))
         raise ConfigError(
-            f"rollout.renderer is {name!r}: expected {AUTO}, {TEMPLATE}, {', '.join(known)}; {TEMPLATE} does for any "
-            "model"
+            f"rollout.options.renderer is {name!r}: expected {AUTO}, {TEMPLATE}, {', '.join(known)}; {TEMPLATE} does "
+            "for any model"
         ) from error

@@ -51,12 +51,23 @@ def test_a_key_of_another_section_is_named_with_that_section() -> None:
     assert said.startswith("correct its spelling or remove it; the sections are ") and "train" in said
     said = explain_unknown(Config, ("evaluation", "sets", 0, "nmae"))
     assert said.startswith("did you mean 'name'? each of evaluation.sets has name, ")
+    said = explain_unknown(Config, ("rollout", "options", "max_trns"))
+    assert said.startswith("did you mean 'max_turns'? rollout.options has max_turns, ")
 
 
 def test_keys_below_a_users_table_are_its_own_and_others_are_unknown() -> None:
     key = find_key(Config, "prompts.task_options.min_word_len")
     assert key is not None and (key.section, key.is_text) == ("prompts", False) and key.read("3") == 3
-    for name in ("prompts", "prompts.nothing", "prompts.source.below", "nothing.task_options.x", "", ".", "a.b.c.d"):
+    for name in (
+        "rollout.options.nothing",
+        "prompts",
+        "prompts.nothing",
+        "prompts.source.below",
+        "nothing.task_options.x",
+        "",
+        ".",
+        "a.b.c.d",
+    ):
         assert find_key(Config, name) is None
 
 

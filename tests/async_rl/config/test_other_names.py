@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.file import parse_config
-from async_rl.config.keys import explain_unknown, keys_of
+from async_rl.config.keys import explain_unknown, keys_of, option_keys
 from async_rl.config.other_names import OTHER_NAMES, TRL, VERL, OtherName, translated
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
@@ -17,7 +17,7 @@ from tests.support.minimal_config import minimal_tree
 @pytest.mark.parametrize("name", OTHER_NAMES)
 def test_every_name_leads_to_keys_that_there_are_or_says_why_there_is_none(name: str) -> None:
     other = OTHER_NAMES[name]
-    assert set(other.keys) <= keys_of(Config).keys() | {"reward.parts", "evaluation.sets"}
+    assert set(other.keys) <= keys_of(Config).keys() | option_keys(Config).keys() | {"reward.parts", "evaluation.sets"}
     assert other.keys or other.note
     for section in ("train", "algorithm", "rollout"):
         if f"{section}.{name}" not in keys_of(Config) and not any(key.endswith(f".{name}") for key in keys_of(Config)):

@@ -180,7 +180,7 @@ def test_a_switch_that_is_off_keeps_its_settings(config_file: Path) -> None:
         "--reward.timeout_s=120",
         "--algorithm.kl_coef=0",
         "--algorithm.kl_estimator=k1",
-        "--rollout.renderer=template",
+        "--rollout.options.renderer=template",
     )
     load_config(config_file, [*off, "--evaluation.every=5", "--checkpoint.keep=1", "--algorithm.importance_high=3"])
     config_file.write_text(MINIMAL.replace('[reward]\nname = "math"\n', ""))

@@ -21,7 +21,10 @@ from tests.support.minimal_config import MINIMAL
         ("[run]\ndir = 'x'\n\n[train]\n# a comment\niterations = 3", {"run.dir": 2, "train.iterations": 6}),
         ("train.iterations = 3\nrun = {dir = 'x', seed = 1}", {"train.iterations": 1, "run.dir": 2, "run.seed": 2}),
         ('[model]\npath = """\n[train]\niterations = 9\n"""\n[run]\ndir="a"', {"model.path": 2, "run.dir": 7}),
-        ("[rollout]\nstop = [\n  '[run]',\n  'b',\n]\nmax_turns = 2", {"rollout.stop": 2, "rollout.max_turns": 6}),
+        (
+            "[rollout]\nstop = [\n  '[run]',\n  'b',\n]\n[rollout.options]\nmax_turns = 2",
+            {"rollout.stop": 2, "rollout.options": 6},
+        ),
         ("[prompts.columns]\nanswer = 'a'\nprompt = 'q'", {"prompts.columns": 1}),
         ("[[prompts.mixture]]\nname = 'a'\n[[prompts.mixture]]\nname = 'b'", {"prompts.mixture": 1}),
         ('[ "run" ]\n"dir" = \'x\'', {"run.dir": 2}),

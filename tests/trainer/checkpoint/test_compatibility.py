@@ -44,6 +44,17 @@ def go_on(now: Config, now_contents: Contents | None = None, saved: Contents | N
     require_same_run(config().model_dump(mode="json"), now, "iteration-000002", before, now_contents)
 
 
+def test_a_checkpoint_from_before_a_key_moved_goes_on() -> None:
+    program: dict[str, Any] = {"program": "python:play.py:rollout", "options": {"max_turns": 7, "num_workers": 2}}
+    now = config(rollout=program)
+    saved = now.model_dump(mode="json")
+    saved["rollout"] |= saved["rollout"].pop("options")
+    require_same_run(saved, now, "iteration-000002")
+    fewer = config(rollout=program | {"options": {"max_turns": 6}})
+    with pytest.raises(ConfigError, match=r"rollout\.options\.max_turns is 6, but was 7"):
+        require_same_run(saved, fewer, "iteration-000002")
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -179,7 +179,7 @@ def test_the_longest_sequence_has_to_fit_to_the_token(
 def test_a_program_needs_room_for_a_turn_whatever_its_turns_have_together(
     prompt: int, context: int | None, positions: int | None, most: int | None, sets: list[dict[str, str]]
 ) -> None:
-    rollout = {"program": "command:true", "max_response_tokens": 1000, "max_context_tokens": context}
+    rollout = {"program": "command:true", "max_response_tokens": 1000, "options": {"max_context_tokens": context}}
     # Sets are answered by the program, too.
     config = config_of(prompts={"max_prompt_tokens": prompt}, rollout=rollout, evaluation={"sets": sets})
     if most is None:
@@ -230,7 +230,7 @@ def test_a_path_that_cannot_even_be_looked_at_is_an_error_with_its_key() -> None
         (1024, {"max_response_tokens": 256}, 256, 1024),  # No prompt has room: `require_fit` names the responses.
         (1024, {"max_response_tokens": 16}, None, 1024),
         (1024, {"program": "command:true", "max_response_tokens": 900}, 256, 255),
-        (1024, {"program": "command:true", "max_context_tokens": 100}, 256, 99),
+        (1024, {"program": "command:true", "options": {"max_context_tokens": 100}}, 256, 99),
     ],
 )
 def test_prompts_may_have_what_responses_leave_of_the_models_positions(

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from async_rl.checks.preflight.user_file import require_program
-from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.shared.programs import extras
+from tests.support.rollout_settings import rollout_section
 
 
 def require(folder: Path, text: str, **settings: str) -> None:
     (folder / "program.py").write_text(text)
-    require_program(RolloutSection(**{"program": f"python:{folder / 'program.py'}:rollout", **settings}))
+    require_program(rollout_section(**{"program": f"python:{folder / 'program.py'}:rollout", **settings}))
 
 
 def test_programs_that_are_there_pass(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_programs_that_are_there_pass(tmp_path: Path) -> None:
     require(tmp_path, "@asynchronous\ndef rollout(prompt, policy): ...\ndef asynchronous(function): ...")
     require(tmp_path, "def rollout(prompt, policy): ...\nrollout = asynchronous(rollout)")
     require(tmp_path, "async def rollout(prompt, policy):\n    async def parts():\n        yield 1\n    return 1.0")
-    require_program(RolloutSection())
+    require_program(rollout_section())
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,9 @@ def test_programs_that_are_not_there_are_named(tmp_path: Path, text: str, progra
 
 def test_a_renderer_whose_package_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(extras.MODULES, "agents", ("no_such_module",))
-    with pytest.raises(ConfigError, match=r"rollout\.renderer = 'auto' needs no_such_module.*async-rl\[agents\]"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.options\.renderer = 'auto' needs no_such_module.*async-rl\[agents\]"
+    ):
         require(tmp_path, "async def rollout(prompt, policy): ...")
     require(tmp_path, "async def rollout(prompt, policy): ...", renderer="template")
 
@@ -56,11 +58,11 @@ def test_a_renderer_whose_package_is_missing_is_named(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("name", ["qwen-3", "", "Qwen/Qwen3-8B", "AUTO"])
 def test_a_renderer_that_does_not_exist_is_named_with_those_that_do(tmp_path: Path, name: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"rollout\.renderer is '{name}': expected auto, template, .*qwen3.*any model"
+        ConfigError, match=rf"rollout\.options\.renderer is '{name}': expected auto, template, .*qwen3.*any model"
     ):
         require(tmp_path, "async def rollout(prompt, policy): ...", renderer=name)
     # Nothing is rendered in a single turn.
-    require_program(RolloutSection(renderer=name))
+    require_program(rollout_section(renderer=name))
 
 
 @pytest.mark.parametrize("name", ["auto", "template", "qwen3", "llama-3"])

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.rollout_section import RolloutSection
 from async_rl.method.types import Prompt
 from async_rl.parts.gateway.command_program import CommandProgram
 from async_rl.parts.gateway.programs import ServedProgram
 from async_rl.rollouts.agents.program import ProgramPrompt, RolloutResult
 from async_rl.rollouts.groups.trajectory import Trajectory
 from tests.support.gateway_rig import VERSION, GatewayRig
+from tests.support.rollout_settings import rollout_section
 
 pytestmark = [pytest.mark.agents, pytest.mark.distributed]
 
@@ -62,7 +62,7 @@ def calculator(context: str, seed: int) -> str:
 
 def run_agent(rig: GatewayRig, code: str, folder: Path) -> tuple[RolloutResult, Trajectory]:
     (folder / "agent.py").write_text(code)
-    config = RolloutSection(program=f"command:{PYTHON} {folder / 'agent.py'}", timeout_s=120)
+    config = rollout_section(program=f"command:{PYTHON} {folder / 'agent.py'}", timeout_s=120)
     program = ServedProgram(CommandProgram(config), rig.gateway)
 
     async def roll_out() -> tuple[RolloutResult, Trajectory]:

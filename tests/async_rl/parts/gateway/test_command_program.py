@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.rollout_section import RolloutSection
 from async_rl.method.types import Prompt
 from async_rl.parts.gateway.command_program import CommandProgram
 from async_rl.parts.gateway.programs import ServedProgram
@@ -18,6 +17,7 @@ from async_rl.rollouts.groups.trajectory import Trajectory
 from tests.support.full_disk import largest_file
 from tests.support.gateway_rig import VERSION, GatewayRig
 from tests.support.open_files import room_for_files
+from tests.support.rollout_settings import rollout_section
 
 pytestmark = pytest.mark.distributed
 
@@ -47,7 +47,7 @@ def run(rig: GatewayRig, tmp_path: Path) -> Callable[..., tuple[RolloutResult, T
     def start(code: str, timeout_s: float = 60.0, num_files: int | None = None) -> tuple[RolloutResult, Trajectory]:
         file = tmp_path / "agent.py"
         file.write_text(HEAD + code)
-        config = RolloutSection(program=f"command:{sys.executable} {file} --option 'two words'", timeout_s=timeout_s)
+        config = rollout_section(program=f"command:{sys.executable} {file} --option 'two words'", timeout_s=timeout_s)
         program = ServedProgram(CommandProgram(config), rig.gateway)
 
         async def roll_out() -> tuple[RolloutResult, Trajectory]:

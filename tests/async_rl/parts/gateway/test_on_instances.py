@@ -75,7 +75,7 @@ def groups(loop: EventLoopThread, instance: Instance, tmp_path: Path) -> Callabl
 
     def roll_out(program: str) -> list[Group]:
         pool = InferencePool(PoolSection(instances=(instance.url,), timeout_s=60))
-        rollout = {"program": program, "renderer": "qwen3", "temperature": TEMPERATURE, "timeout_s": 120}
+        rollout = {"program": program, "temperature": TEMPERATURE, "options": {"renderer": "qwen3", "timeout_s": 120}}
         tree = minimal_tree() | {"rollout": {"responses_per_prompt": 2, "max_response_tokens": 64, **rollout}}
         tokenizer: Any = make_chat_tokenizer(tmp_path / "tokenizer")
         maker = make_group_maker(parse_config(tree, "here"), pool, tokenizer, make_reward(RewardSection()))

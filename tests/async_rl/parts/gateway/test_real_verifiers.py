@@ -307,7 +307,7 @@ def test_a_run_is_trained_on_episodes(tmp_path: Path) -> None:
     model = make_tiny_model(folder / "model", "qwen3", tied=True, vocab_size=VOCAB_SIZE, max_position_embeddings=1024)
     make_agent_tokenizer().save_pretrained(model)
     small = ["--train.iterations=2", "--prompts.prompts_per_batch=2", "--rollout.responses_per_prompt=2"]
-    short = ["--rollout.max_response_tokens=32", "--rollout.renderer=template", "--model.dtype=float32"]
+    short = ["--rollout.max_response_tokens=32", "--rollout.options.renderer=template", "--model.dtype=float32"]
     done = subprocess.run(
         [sys.executable, "-m", "deploy.local.run", "run.toml", *small, *short],
         cwd=folder,

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
-from async_rl.config.rollout_section import RolloutSection
 from async_rl.method.types import Batch, Group, Prompt
 from async_rl.rollouts.agents.program import ProgramPrompt, RolloutResult
 from async_rl.rollouts.agents.program_rollouts import make_program_rollouts
@@ -24,6 +23,7 @@ from async_rl.rollouts.rewards import make_reward
 from async_rl.shared.event_loop import EventLoopThread
 from benchmarks.common.local_producer import LocalProducer as Producer
 from tests.support.parts import needs_part
+from tests.support.rollout_settings import rollout_section
 from tests.support.scripted_pool import ScriptedPool
 
 WAIT_S = 60.0
@@ -62,7 +62,7 @@ def make(loop: EventLoopThread, tiny_model: Callable[..., Path]) -> Iterator[Cal
 
     def made(environments: Environments, records: list[Mapping[str, Any]], **settings: Any) -> Producer:
         options = {"program": "command:true", "renderer": "template", "responses_per_prompt": 4, **settings}
-        rollout, reward = RolloutSection(**options), make_reward(RewardSection())
+        rollout, reward = rollout_section(**options), make_reward(RewardSection())
         tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model())
         pool: Any = ScriptedPool()
         prompts = PromptsSection(source="x.jsonl", prompts_per_batch=1, chat_template=False)

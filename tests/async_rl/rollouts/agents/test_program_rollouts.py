@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
-from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import ConfigError, NoInstanceLeft, RolloutFailed, WriteFailed
 from async_rl.method.types import Batch, Group, Prompt
 from async_rl.rollouts.agents import program_rollouts
@@ -23,6 +22,7 @@ from async_rl.rollouts.rewards import make_reward
 from async_rl.shared.event_loop import EventLoopThread
 from benchmarks.common.local_producer import LocalProducer as Producer
 from tests.support.chat_tokenizer import make_chat_tokenizer
+from tests.support.rollout_settings import rollout_section
 from tests.support.scripted_pool import ScriptedPool
 
 pytestmark = pytest.mark.distributed
@@ -80,7 +80,7 @@ class Rig:
         **settings: Any,
     ) -> Producer:
         program = f"python:{self.directory / 'program.py'}:{function}"
-        rollout = RolloutSection(
+        rollout = rollout_section(
             **(
                 {"responses_per_prompt": 4, "max_response_tokens": 200, "program": program, "renderer": "template"}
                 | settings

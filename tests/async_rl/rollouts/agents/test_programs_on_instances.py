@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from async_rl.config.pool_section import PoolSection
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
-from async_rl.config.rollout_section import RolloutSection
 from async_rl.method.types import Batch, Group, Prompt
 from async_rl.rollouts.agents.program_rollouts import make_program_rollouts
 from async_rl.rollouts.agents.worker_programs import WorkerProgram
@@ -24,6 +23,7 @@ from async_rl.shared.event_loop import EventLoopThread
 from benchmarks.common.local_producer import LocalProducer as Producer
 from benchmarks.common.running_instance import launch
 from tests.support.chat_tokenizer import make_chat_tokenizer
+from tests.support.rollout_settings import rollout_section
 from tests.support.running_instance import Instance, TrainerSide, wait_until_ready
 from tests.support.tiny_model import make_tiny_model
 
@@ -57,7 +57,7 @@ class Rig:
         """The groups of a batch of four prompts at these instances."""
         urls = tuple(instance.url for instance in instances)
         pool = InferencePool(PoolSection(instances=urls, timeout_s=60, stream_interval=1))
-        rollout = RolloutSection(
+        rollout = rollout_section(
             responses_per_prompt=4, max_response_tokens=64, program=self.program, renderer="qwen3", num_workers=2
         )
         reward = make_reward(RewardSection())

@@ -58,7 +58,7 @@ def test_a_model_gets_the_renderer_of_its_hub_name_or_its_template(tokenizer: An
 
 
 def test_renderers_that_do_not_exist_or_fit_are_named(tokenizer: Any, plain_tokenizer: Any) -> None:
-    with pytest.raises(ConfigError, match=r"rollout.renderer is 'qwen9': expected auto, template, deepseek"):
+    with pytest.raises(ConfigError, match=r"rollout.options.renderer is 'qwen9': expected auto, template, deepseek"):
         make_renderer("qwen9", tokenizer, "m")
     with pytest.raises(ConfigError, match="'qwen3' does not fit the tokenizer of m"):
         make_renderer("qwen3", plain_tokenizer, "m")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.rollout_section import RolloutSection
+from async_rl.config.rollout_section import ProgramOptions
 from async_rl.errors import InstanceRefused, NoInstanceLeft
 from async_rl.method.types import Prompt
 from async_rl.rollouts.agents.messages import InvalidRequest
@@ -19,6 +19,7 @@ from async_rl.rollouts.agents.turn import LimitReached, SessionClosed, Turn
 from async_rl.rollouts.groups.text_executor import LONG
 from async_rl.rollouts.pool.router import Cached
 from tests.support.chat_tokenizer import make_chat_tokenizer
+from tests.support.rollout_settings import rollout_section
 from tests.support.scripted_pool import ScriptedPool
 
 HI = [{"role": "user", "content": "hi"}]
@@ -50,7 +51,7 @@ def pool(tokenizer: Any) -> ScriptedPool:
 
 @pytest.fixture
 def sessions(pool: ScriptedPool, tokenizer: Any) -> Sessions:
-    rollout = RolloutSection(max_response_tokens=100, max_turns=8)
+    rollout = rollout_section(max_response_tokens=100, max_turns=8)
     return Sessions(pool, tokenizer, make_renderer("qwen3", tokenizer, "m"), rollout)  # type: ignore[arg-type]
 
 
@@ -211,7 +212,7 @@ def test_the_context_ends_at_the_models_length(sessions: Sessions, pool: Scripte
 
 def test_the_context_may_be_shorter_than_the_model_takes(sessions: Sessions) -> None:
     async def go() -> None:
-        session = opened(sessions, max_context_tokens=10)
+        session = opened(sessions, options=ProgramOptions(max_context_tokens=10))
         assert len((await session.generate(token_ids=[3] * 6)).token_ids) == 4
         assert await limit_of(session.generate(token_ids=[3] * 10)) == "context"
 

@@ -12,7 +12,6 @@ from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.file import parse_config
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
-from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import RolloutFailed
 from async_rl.evaluation.evaluator import ScoredPrompt
 from async_rl.method.seeds import RESPONSE_BITS, evaluation_seed
@@ -26,6 +25,7 @@ from async_rl.shared.protocol.inference import SamplingParams
 from tests.support.groups import make_response
 from tests.support.minimal_config import minimal_tree
 from tests.support.parts import needs_part
+from tests.support.rollout_settings import rollout_section
 from tests.support.scripted_pool import ScriptedPool
 
 PROMPT = Prompt("7", (3, 4), {"answer": 1})
@@ -62,7 +62,7 @@ class Reward:
 def test_it_samples_as_the_set_says_and_scores_what_was_said() -> None:
     pool, tokenizer = Pool(), Tokenizer()
     parts: tuple[Any, ...] = (pool, Reward(), tokenizer)
-    rollout = RolloutSection(max_response_tokens=9, stop_token_ids=(2,), temperature=0.9)
+    rollout = rollout_section(max_response_tokens=9, stop_token_ids=(2,), temperature=0.9)
     maker = SingleTurns(*parts, rollout, 3)
     config = EvaluationSet(name="held-out", source="rows.jsonl", num_samples=4, temperature=0.5, top_p=0.95, top_k=20)
     scored = ScoredPrompt.of(*asyncio.run(maker.evaluate(config, PROMPT, "v5")))
@@ -86,7 +86,7 @@ def test_it_samples_as_the_set_says_and_scores_what_was_said() -> None:
 def test_a_run_has_one_maker_by_its_program(
     program: str, kind: type[GroupMaker], tiny_model: Callable[..., Path]
 ) -> None:
-    renderer = {} if program == "single_turn" else {"renderer": "template"}
+    renderer = {} if program == "single_turn" else {"options": {"renderer": "template"}}
     tree = minimal_tree() | {"rollout": {"program": program, **renderer}}
     pool: Any = ScriptedPool()
     tokenizer = AutoTokenizer.from_pretrained(tiny_model())
@@ -118,7 +118,7 @@ class TwoTurns:
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_a_program_is_evaluated_as_it_is_trained(tiny_model: Callable[..., Path], temperature: float) -> None:
     pool: Any = ScriptedPool(lambda context, seed: [9, 9, 9, 1] if len(context) == 2 else [9] * 9)
-    rollout = RolloutSection(program="python:x.py:f", max_response_tokens=8, max_attempts=1)
+    rollout = rollout_section(program="python:x.py:f", max_response_tokens=8, max_attempts=1)
     tokenizer, reward = AutoTokenizer.from_pretrained(tiny_model()), make_reward(RewardSection())
     prompts = PromptsSection(source="x.jsonl", prompts_per_batch=1, chat_template=False)
     shown: list[Any] = []
@@ -180,7 +180,7 @@ def test_a_program_gets_the_messages_of_a_set_by_the_settings_of_that_set(
     tiny_model: Callable[..., Path], training: dict[str, Any], of_set: dict[str, Any], row: dict[str, Any]
 ) -> None:
     prompts = PromptsSection.model_validate({"prompts_per_batch": 1, "system_prompt": "Think."} | training)
-    rollout = RolloutSection(program="python:x.py:f", max_response_tokens=8, max_attempts=1, renderer="template")
+    rollout = rollout_section(program="python:x.py:f", max_response_tokens=8, max_attempts=1, renderer="template")
     tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model())
     reward, program = make_reward(RewardSection()), ReadsMessages()
     pool: Any = ScriptedPool(lambda context, seed: [9, 1])

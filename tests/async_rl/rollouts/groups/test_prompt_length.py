@@ -1,6 +1,6 @@
 import pytest
 
-from async_rl.config.rollout_section import RolloutSection
+from async_rl.config.rollout_section import ProgramOptions, RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.method.types import Prompt
 from async_rl.rollouts.groups.prompt_length import require_len
@@ -18,6 +18,6 @@ def test_a_prompt_and_its_longest_response_must_fit_into_the_instances_model() -
 def test_a_program_needs_room_for_a_turn_and_instances_that_take_all_that_may_be_before_it() -> None:
     rollout = RolloutSection(program="python:x.py:f", max_response_tokens=1000)
     assert require_len(rollout, PROMPT, 4) == require_len(rollout, PROMPT, None) == 4
-    assert require_len(rollout.model_copy(update={"max_context_tokens": 90}), PROMPT, 100) == 90
+    assert require_len(rollout.model_copy(update={"options": ProgramOptions(max_context_tokens=90)}), PROMPT, 100) == 90
     with pytest.raises(ConfigError, match=r"prompt row-7 has 3 tokens, .* at most 3 .*: lower .* to 2"):
         require_len(rollout, PROMPT, 3)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.file import load_config
-from async_rl.config.keys import find_key, keys_of
+from async_rl.config.keys import find_key, keys_of, option_keys
 from async_rl.config.sections import Config
 from async_rl.shared.programs.command_line import Commands, Parser
 from tests.support.minimal_config import MINIMAL
@@ -209,7 +209,7 @@ def test_help_names_the_command_and_every_key_without_loading_anything_heavy(mod
     if module in WITHOUT_KEYS:
         return
     shown = done.stdout
-    for key in keys_of(Config).values():
+    for key in (*keys_of(Config).values(), *option_keys(Config).values()):
         default = "required" if key.default is None else f"default {key.default}"
         assert f"--{key.name} {key.takes}  ({default})\n      {key.description}\n" in shown
     assert re.findall(r"^\[(\w+)\]$", shown, flags=re.MULTILINE) == list(Config.model_fields)
