@@ -97,7 +97,7 @@ def _say(error: AsyncRLError, logs: Path | None) -> None:
 def make_parser() -> Parser:
     parser = Parser(
         "torchrun -m async_rl.trainer",
-        "Trains a config with the instances that it names (pool.instances, pool.dns) or that register themselves.",
+        "Trains a config with the instances that it names (pool.instances) or that register themselves.",
         "CONFIG [--section.key VALUE ...]",
         Config,
     )

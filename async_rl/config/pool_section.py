@@ -1,17 +1,22 @@
 """The `[pool]` and `[publish]` sections: the instances of a run, and how weights reach them."""
 
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.section import Section
 
+DNS = "dns:"
+"""Before a name of `pool.instances` that is looked up, in place of a URL."""
+
 
 class PoolSection(Section):
-    instances: tuple[str, ...] = Field((), description="base URLs of inference instances that are there from the start")
-    dns: str | None = Field(
-        None, pattern=r"^.+:\d+$", description="HOST:PORT; every address of HOST is an instance, as they come and go"
+    instances: tuple[str, ...] = Field(
+        (),
+        description="base URLs of inference instances that are there from the start; and dns:HOST:PORT: every address "
+        "of HOST is an instance, as they come and go",
     )
     fleet_host: str = Field("127.0.0.1", description="where the fleet endpoint listens")
     fleet_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one (see run.dir/fleet.json)")
@@ -28,6 +33,23 @@ class PoolSection(Section):
         description="tokens of a response that arrive at once: fewer cost more, more are lost with an instance",
     )
     heartbeat_timeout_s: float = Field(15.0, gt=0, description="an instance that is silent for so long counts as dead")
+
+    @field_validator("instances")
+    @classmethod
+    def _names_have_a_port(cls, instances: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [each for each in instances if each.startswith(DNS) and not re.fullmatch(r".+:\d+", each[4:])]:
+            raise ValueError(f"{wrong[0]!r} is no {DNS}HOST:PORT, such as dns:inference.default.svc:8000")
+        return instances
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of the instances that are named one by one."""
+        return tuple(each for each in self.instances if not each.startswith(DNS))
+
+    @property
+    def dns_names(self) -> tuple[str, ...]:
+        """HOST:PORT of each name behind which there are instances."""
+        return tuple(each.removeprefix(DNS) for each in self.instances if each.startswith(DNS))
 
 
 class PublishSection(Section):

@@ -93,11 +93,10 @@ class PromptsSection(Section):
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are reported and left out, once, at start")
     columns: Columns = Field(default_factory=dict, description=COLUMNS)
-    chat_template: bool = Field(True, description="render the prompt with the tokenizer's chat template")
-    template_arguments: dict[str, Any] = Field(
-        default_factory=dict,
-        description="what the chat template gets besides the messages, wherever it renders, as { enable_thinking = "
-        "false }",
+    chat_template: bool | dict[str, Any] = Field(
+        True,
+        description="render the prompt with the tokenizer's chat template; or what that gets besides the messages, "
+        "wherever it renders, as { enable_thinking = false }",
     )
     system_prompt: str | None = Field(None, description="put before each prompt, in the chat template's system role")
     task_options: dict[str, Any] = Field(default_factory=dict, description=TASK_OPTIONS)
@@ -113,15 +112,22 @@ class PromptsSection(Section):
         0, ge=0, description="so many iterations take the rows of each epoch in the order of their difficulty"
     )
 
-    @field_validator("template_arguments")
+    @field_validator("chat_template")
     @classmethod
-    def _are_the_templates_own(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(arguments.keys() & RENDERING):
+    def _arguments_are_the_templates_own(cls, given: bool | dict[str, Any]) -> bool | dict[str, Any]:
+        if isinstance(given, bool):
+            return given
+        if taken := sorted(given.keys() & RENDERING):
             raise ValueError(
-                f"template_arguments has {taken[0]}, which the rendering of prompts sets itself: leave it out, and "
+                f"chat_template has {taken[0]}, which the rendering of prompts sets itself: leave it out, and "
                 "name only variables that the chat template reads"
             )
-        return arguments
+        return given or True
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template gets besides the messages."""
+        return {} if isinstance(self.chat_template, bool) else self.chat_template
 
     @property
     def num_drawn(self) -> int:

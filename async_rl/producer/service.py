@@ -155,8 +155,8 @@ class ProducerService:
         if fleet_port is not None:
             orders.repeat()
         server = self._start_fleet(orders, fleet_port)
-        if config.pool.dns is not None:
-            self._start(DnsMembership(pool, config.pool.dns))
+        for name in config.pool.dns_names:
+            self._start(DnsMembership(pool, name))
         loop.run(pool.wait_until_ready())
         pool.min_model_len = require_len(config.rollout, self._prompts.longest, pool.max_model_len)
         self._maker = make_group_maker(config, pool, self._tokenizer, self._reward, config.publish.master_address)

@@ -128,10 +128,10 @@ def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) ->
     Raises:
         ConfigError: the config has instances that run elsewhere, or asks for what cannot run.
     """
-    if config.pool.instances or config.pool.dns:
+    if config.pool.instances:
         raise ConfigError(
-            f"pool.instances is {list(config.pool.instances)} and pool.dns is {config.pool.dns!r}, but this launcher "
-            f"starts its own {config.inference.num_instances} instances, which register themselves: remove the keys"
+            f"pool.instances is {list(config.pool.instances)}, but this launcher "
+            f"starts its own {config.inference.num_instances} instances, which register themselves: remove the key"
         )
     if config.run.placement != "separate":
         raise ConfigError(

@@ -27,7 +27,7 @@ def servers_of(config: Config | None, named: Sequence[str]) -> list[str]:
     """URLs to ask: those given, the config's instances, and the fleet endpoint of a run that goes on in run.dir."""
     urls = [url if "://" in url else f"http://{url}" for url in named]
     if config is not None:
-        urls += config.pool.instances
+        urls += config.pool.urls
         with suppress(OSError, ValueError):
             urls.append(read_address(config.run.dir).url)
     return list(dict.fromkeys(url.rstrip("/") for url in urls))

@@ -75,7 +75,7 @@ def _torch_build(has_gpu: bool) -> Iterator[Finding]:
 def _enough(config: Config, environment: Mapping[str, str], run: Run, dev: Path) -> Finding:
     kind = config.trainer.device
     # On a cluster the launcher gives instances hosts of their own.
-    is_alone = config.pool.instances or config.pool.dns or config.cluster.training_nodes > 1
+    is_alone = config.pool.instances or config.cluster.training_nodes > 1
     needed = config.trainer.num_local_ranks if is_alone else num_devices(config)
     try:
         devices = find_devices(kind, environment, run, dev)

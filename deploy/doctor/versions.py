@@ -30,7 +30,7 @@ def find_versions(config: Config | None) -> Iterator[Finding]:
             yield Finding(name, "note", found)
     yield from _unmet_requirements()
     yield from _missing_extras(config)
-    if config is not None and not (config.pool.instances or config.pool.dns):
+    if config is not None and not config.pool.instances:
         yield from _engine(config)
 
 

@@ -65,11 +65,8 @@ def why_elsewhere(config: Config) -> str | None:
     """Why `async-rl run` does not start all of a config's processes on this machine; None if it does."""
     if config.cluster.training_nodes > 1:
         return f"cluster.training_nodes is {config.cluster.training_nodes}: start it with async-rl launch"
-    if config.pool.instances or config.pool.dns:
-        return (
-            "its instances run elsewhere (pool.instances, pool.dns): start the trainer with "
-            "torchrun -m async_rl.trainer"
-        )
+    if config.pool.instances:
+        return "its instances run elsewhere (pool.instances): start the trainer with torchrun -m async_rl.trainer"
     return None
 
 
@@ -105,7 +102,7 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
     cluster_plan = None
     # Both pools on one device are for `async-rl run` on another machine, unless the config asks for several.
     is_launched = config.cluster.training_nodes > 1 or config.run.placement == "separate"
-    if elsewhere and is_launched and not (config.pool.instances or config.pool.dns):
+    if elsewhere and is_launched and not config.pool.instances:
         cluster_plan = _tried(errors, lambda: plan_cluster(config_path, config, overrides))
     forecast = _forecast(config, errors)
     capacity = None

@@ -59,13 +59,13 @@ def plan(
         program: the module that the training ranks run, and its first arguments.
 
     Raises:
-        ConfigError: `pool.instances` or `pool.dns` is set (instances run elsewhere), the trainer needs several hosts,
+        ConfigError: `pool.instances` is set (instances run elsewhere), the trainer needs several hosts,
             or the machine lacks the requested resources.
     """
-    if config.pool.instances or config.pool.dns:
+    if config.pool.instances:
         raise ConfigError(
-            f"pool.instances is {list(config.pool.instances)} and pool.dns is {config.pool.dns!r}, but this launcher "
-            f"starts its own {config.inference.num_instances}: remove the keys, or start the trainer alone with "
+            f"pool.instances is {list(config.pool.instances)}, but this launcher "
+            f"starts its own {config.inference.num_instances}: remove the key, or start the trainer alone with "
             "torchrun -m async_rl.trainer"
         )
     if config.cluster.training_nodes > 1:

@@ -69,8 +69,8 @@ def make_pool(loop: EventLoopThread) -> Iterator[Callable[..., InferencePool]]:
 
     def make(*urls: str, **options: Any) -> InferencePool:
         # A pool that starts without instances has to name a source of them.
-        source = {} if urls else {"dns": "inference.svc:8000"}
-        pool = InferencePool(PoolSection(instances=urls, **({"timeout_s": 1.0} | source | options)))
+        instances = urls or ("dns:inference.svc:8000",)
+        pool = InferencePool(PoolSection(instances=instances, **({"timeout_s": 1.0} | options)))
         pools.append(pool)
         return pool
 

@@ -70,7 +70,7 @@ SET_BY_YOU = {
 }
 WHEN_TUNING = {
     "run": "seed placement",
-    "prompts": "reserve deduplicate curriculum_iterations template_arguments",
+    "prompts": "reserve deduplicate curriculum_iterations",
     "rollout": "temperature stop stop_token_ids",
     "reward": "timeout_s max_concurrency max_attempts correct_at",
     "publish": "transport snapshot_dir timeout_s",

@@ -93,13 +93,16 @@ def deciding_settings(config: Config) -> dict[str, Any]:
 
 
 def with_todays_names(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved config with the keys that have moved since, and kept their meaning, where they are now."""
+    """A saved config with the keys that have moved since, and kept their meaning, where they are now; without those
+    that are gone and decided nothing, or had nothing to say."""
     tree: dict[str, Any] = {}
     for section, keys in saved.items():
         tree.setdefault(section, {})
         for key, value in keys.items():
             name = f"{section}.{key}"
             moved = EARLIER.get(name)
+            if moved and (section not in _DECIDING or not value):
+                continue
             set_dotted(tree, moved.keys[0] if moved and len(moved.keys) == 1 and not moved.note else name, value)
     return tree
 

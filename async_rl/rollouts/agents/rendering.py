@@ -91,7 +91,7 @@ def make_renderer(
     """
     if template_arguments and name not in (AUTO, TEMPLATE):
         raise ConfigError(
-            f"prompts.template_arguments are set, but rollout.options.renderer {name!r} renders without the chat "
+            f"prompts.chat_template has arguments, but rollout.options.renderer {name!r} renders without the chat "
             f"template: leave one of them out, or set rollout.options.renderer = {TEMPLATE!r}"
         )
     name = TEMPLATE if template_arguments else name

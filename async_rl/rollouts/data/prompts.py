@@ -199,7 +199,7 @@ class PromptSource:
             logger.warning(
                 "the tokenizer's chat template asks for the date (%s): on another day it renders other prompts, which "
                 "a run that resumes without its tokenized prompts takes for other data; if the template reads a "
-                "variable instead, name it in prompts.template_arguments",
+                "variable instead, name it in prompts.chat_template",
                 CLOCK,
             )
         cache = PromptCache(cache_dir)

@@ -69,7 +69,7 @@ class DnsMembership:
     than the loss of every instance, and lost instances are detected by their health checks.
 
     Args:
-        name: `pool.dns`, as HOST:PORT.
+        name: of `pool.instances`, as HOST:PORT.
         resolve: the lookup function; tests may replace it.
         interval_s: from one lookup to the next.
 
@@ -138,12 +138,16 @@ class DnsMembership:
 
     def _warn_once(self, why: str) -> None:
         if not self._failed:
-            logger.warning("the lookup of %s (pool.dns) failed, the instances stay as they are: %s", self._host, why)
+            logger.warning(
+                "the lookup of %s (pool.instances) failed, the instances stay as they are: %s", self._host, why
+            )
         self._failed = True
 
 
 def _split(name: str) -> tuple[str, int]:
     host, _, port = name.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(f"pool.dns is {name!r}: expected HOST:PORT, such as inference.default.svc:8000")
+        raise ConfigError(
+            f"pool.instances has dns:{name}: expected dns:HOST:PORT, such as dns:inference.default.svc:8000"
+        )
     return host.strip("[]"), int(port)

@@ -39,23 +39,23 @@ class InferencePool(Roster):
         Raises:
             ConfigError: an invalid address, or no way to find any instance.
         """
-        if not (config.instances or config.dns or config.fleet_port):
+        if not (config.instances or config.fleet_port):
             raise ConfigError(
-                "pool.instances is empty: name at least one inference instance, as http://host:port, or set pool.dns, "
-                "or pool.fleet_port for instances that register themselves"
+                "pool.instances is empty: name at least one inference instance, as http://host:port or "
+                "dns:host:port, or set pool.fleet_port for instances that register themselves"
             )
         super().__init__(config, token, term)
         self.late_joiners = LateJoiners(self)
         self._health = HealthWatch(self, self.late_joiners, config)
         self.max_model_len: int | None = None
         """Prompt plus response tokens that every instance accepts; known after `wait_until_ready`."""
-        for url in config.instances:
+        for url in config.urls:
             self.add(url)
 
     @property
     def is_open(self) -> bool:
         """Whether instances are expected to come by themselves: found by name, or registered at a known port."""
-        return bool(self._config.dns or self._config.fleet_port)
+        return bool(self._config.dns_names or self._config.fleet_port)
 
     @property
     def is_idle(self) -> bool:

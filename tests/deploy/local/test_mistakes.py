@@ -106,7 +106,9 @@ MISTAKES = {
     ),
     "a run nowhere": Mistake(("--run.dir", ""), says=("run.dir: Input should be a path, not empty text",)),
     "a run where none can be": Mistake(("--run.dir", "/proc/none"), says=("run.dir '/proc/none' cannot be made",)),
-    "a name without a port": Mistake(("--pool.dns", "instances"), says=("pool.dns: ", "HOST:PORT", "'instances'")),
+    "a name without a port": Mistake(
+        ("--pool.instances", '["dns:instances"]'), says=("pool.instances: ", "dns:HOST:PORT", "'dns:instances'")
+    ),
     "none of the choices": Mistake(("--train.order", "random"), says=("train.order: ", "'completion' or 'prompt'")),
     "no model": Mistake(
         ("--model.path", "./none"), says=("model.path './none' does not exist", "checkpoint directory")

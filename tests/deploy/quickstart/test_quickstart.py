@@ -154,7 +154,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(tmp_path: Path) 
     ("seed", "word", "message"),
     [
         (-1, "--train.iterations=1", "run.seed"),
-        (0, "--pool.dns=instances:8000", r"pool\.dns is 'instances:8000'"),
+        (0, '--pool.instances=["dns:instances:8000"]', r"pool\.instances is \['dns:instances:8000'\]"),
     ],
 )
 def test_what_a_run_would_refuse_is_refused_before_the_warm_start(

@@ -198,7 +198,7 @@ def test_a_killed_supervisor_takes_the_server_with_it(command: Callable[[str], C
 @pytest.fixture
 def pool() -> Iterator[tuple[InferencePool, str]]:
     """A trainer's pool, and the URL of its fleet endpoint."""
-    config = PoolSection(dns="nowhere.invalid:1")
+    config = PoolSection(instances=("dns:nowhere.invalid:1",))
     loop = EventLoopThread()
     pool = InferencePool(config)
     server = FleetServer(pool, config)

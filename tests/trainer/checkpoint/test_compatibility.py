@@ -49,10 +49,15 @@ def test_a_checkpoint_from_before_a_key_moved_goes_on() -> None:
     now = config(rollout=program)
     saved = now.model_dump(mode="json")
     saved["rollout"] |= saved["rollout"].pop("options")
+    saved["prompts"] |= {"template_arguments": {}}
+    saved["pool"] |= {"dns": "instances:8000"}
     require_same_run(saved, now, "iteration-000002")
     fewer = config(rollout=program | {"options": {"max_turns": 6}})
     with pytest.raises(ConfigError, match=r"rollout\.options\.max_turns is 6, but was 7"):
         require_same_run(saved, fewer, "iteration-000002")
+    saved["prompts"] |= {"template_arguments": {"enable_thinking": False}}
+    with pytest.raises(ConfigError, match=r"prompts\.chat_template is True, but was \{.enable_thinking.: False\}"):
+        require_same_run(saved, now, "iteration-000002")
 
 
 @pytest.mark.parametrize(

@@ -68,10 +68,10 @@ def test_the_template_gets_its_arguments(tmp_path: Path) -> None:
     tokenizer = make_chat_tokenizer(tmp_path, template=template)
     assert texts_of(tokenizer, tmp_path, ["1"]) == ["1 answers today"]
     arguments = {"enable_thinking": True, "date": "1 May"}
-    assert texts_of(tokenizer, tmp_path, ["1"], template_arguments=arguments) == ["1 thinks 1 May"]
+    assert texts_of(tokenizer, tmp_path, ["1"], chat_template=arguments) == ["1 thinks 1 May"]
     for name in ("tokenize", "add_generation_prompt", "tools"):
-        with pytest.raises(ValueError, match=f"template_arguments has {name}, which the rendering of prompts sets"):
-            PromptsSection(source="x", prompts_per_batch=1, template_arguments={name: 1})
+        with pytest.raises(ValueError, match=f"chat_template has {name}, which the rendering of prompts sets"):
+            PromptsSection(source="x", prompts_per_batch=1, chat_template={name: 1})
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_template_that_asks_the_clock_is_named(
 ) -> None:
     tokenizer = make_chat_tokenizer(tmp_path, template=template)
     with caplog.at_level(logging.WARNING):
-        texts_of(tokenizer, tmp_path, ["1"], template_arguments=arguments)
+        texts_of(tokenizer, tmp_path, ["1"], chat_template=arguments)
     assert ("the tokenizer's chat template asks for the date" in caplog.text) == asks
 
 
@@ -105,7 +105,7 @@ def test_what_is_held_out_depends_on_the_rows_and_not_on_their_rendering(tmp_pat
     assert trained("{{ messages | length }} {{ messages[-1].content }}") == first
     assert trained("{{ messages | length }} {{ messages[-1].content }}", system_prompt="Think") == first
     assert trained("{{ messages[-1].content }}", lambda row: [{"role": "user", "content": row}]) == first
-    assert trained("{{ messages[-1].content }} {{ x }}", template_arguments={"x": 1}) == first
+    assert trained("{{ messages[-1].content }} {{ x }}", chat_template={"x": 1}) == first
 
 
 def test_no_text_is_both_held_out_and_trained(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_lookup_that_fails_changes_nothing_and_is_logged_once(make_pool, loop,
         for _ in range(3):
             loop.run(dns.refresh())
     assert states(pool) == {"http://10.0.0.1:8000": "joining"}
-    assert caplog.text.count("the lookup of inference.svc (pool.dns) failed") == 1
+    assert caplog.text.count("the lookup of inference.svc (pool.instances) failed") == 1
     names.addresses = ("10.0.0.2",)
     loop.run(dns.refresh())
     assert states(pool) == {"http://10.0.0.1:8000": "draining", "http://10.0.0.2:8000": "joining"}
@@ -129,5 +129,5 @@ def test_addresses_come_from_the_systems_resolver(loop) -> None:
     "name", ["inference", "inference:", ":8000", "inference:http", "inference:0", "inference:70000"]
 )
 def test_a_name_without_host_or_port_is_refused(make_pool, name: str) -> None:
-    with pytest.raises(ConfigError, match="expected HOST:PORT"):
+    with pytest.raises(ConfigError, match="expected dns:HOST:PORT"):
         DnsMembership(make_pool(), name)
