@@ -66,8 +66,8 @@ def main() -> int:
 
 
 def _import_server(options: Options) -> ModuleType:
+    importlib.import_module("async_rl.shared.cpu.model_scan").scan_models_once()
     lean_imports = importlib.import_module("async_rl.shared.cpu.lean_imports")
-    lean_imports.scan_models_once()
     with lean_imports.without_compiler() if options.device == "cpu" else nullcontext():
         return importlib.import_module("inference_service.server")
 

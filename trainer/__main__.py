@@ -110,7 +110,7 @@ def run(config: Config, stop: StopSignal) -> None:
     with training_ranks(config, stop) as (parallel, shutdown):
         # See `training_ranks`.
         with loading(), stop.loading():
-            from async_rl.shared.cpu.lean_imports import scan_models_once
+            from async_rl.shared.cpu.model_scan import scan_models_once
 
             scan_models_once()
             from async_rl.loop import train

@@ -29,6 +29,9 @@ def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelT
     """
     # Not with the module: programs name a missing extra themselves.
     with _without_torch():
+        from async_rl.shared.cpu.model_scan import scan_models_once
+
+        scan_models_once()
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 

@@ -15,7 +15,7 @@ from async_rl.errors import ConfigError
 from async_rl.rollouts.rewards.base import USED_SHARE
 from async_rl.rollouts.rewards.built_in import EXPECTED, PACKAGES
 from async_rl.rollouts.rewards.rubric import rubric_text
-from async_rl.rollouts.rewards.service import read_token
+from async_rl.rollouts.rewards.service_token import read_token
 from async_rl.rollouts.rewards.signatures import form_of
 from async_rl.shared.programs.parts import load_part
 

@@ -6,18 +6,16 @@ or 5xx, refuses connections or loses them, as long as the time of the call allow
 
 import asyncio
 import json
-import os
 import random
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from async_rl.config.reward_section import HTTPOptions
-from async_rl.errors import ConfigError
 from async_rl.rollouts.rewards.base import USED_SHARE
+from async_rl.rollouts.rewards.service_token import read_token
 from async_rl.shared.json_values import as_json
 
 FIRST_PAUSE_S = 0.25
@@ -43,34 +41,6 @@ class _Unavailable(Exception):
     def __init__(self, reason: str, pause_s: float = 0.0) -> None:
         super().__init__(reason)
         self.pause_s = pause_s
-
-
-def read_token(options: HTTPOptions) -> str | None:
-    """The bearer token, if one is set.
-
-    Raises:
-        ConfigError: it cannot be read, or is no token.
-    """
-    if options.token_from is None:
-        return None
-    kind, _, place = options.token_from.partition(":")
-    try:
-        token = os.environ[place] if kind == "env" else Path(place).read_text(encoding="utf-8")
-    except KeyError as error:
-        raise ConfigError(
-            f"reward.options.token_from is {options.token_from!r}, but there is no such variable in the "
-            "environment: set it where the trainer is started"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"reward.options.token_from is {options.token_from!r}, which cannot be read: {error}"
-        ) from error
-    token = token.strip()
-    if not token or not token.isascii() or not token.isprintable():
-        raise ConfigError(
-            f"reward.options.token_from is {options.token_from!r}, where there is no token: expected one line"
-        )
-    return token
 
 
 class Service:

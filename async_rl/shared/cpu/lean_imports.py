@@ -1,6 +1,6 @@
-"""Spares trainer and embedded engine what torch 2.13 and transformers 5.23 load or do at import without being used.
+"""Spares trainer and embedded engine torch's compiler, which torch 2.13 and transformers 5.23 load without using it.
 
-Called by their entry points. Each substitution can go when the import that it shortens no longer needs it.
+Called by their entry points. It can go when the imports that it shortens no longer need it.
 """
 
 import sys
@@ -8,35 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-import transformers
-from transformers.utils import import_utils
 
 _COMPILER = "torch._dynamo"
-
-
-def scan_models_once() -> None:
-    """Imports `transformers.models` with the list of its files that transformers made for itself.
-
-    transformers reads all files of its models, and keeps what it found under the path of their folder. Its package of
-    models asks again, under the path of a file in it, and the folders below are too many for the cache: it would read
-    all of them once more, half a second.
-    """
-    scan = import_utils.create_import_structure_from_path
-    folder = Path(transformers.__file__).parent / "models"
-
-    def scan_or_known(path: str | Path) -> Any:
-        return scan(folder if Path(path) == folder / "__init__.py" else path)
-
-    import_utils.create_import_structure_from_path = scan_or_known  # type: ignore[assignment]  # a substitution
-    try:
-        import_module("transformers.models")
-    finally:
-        import_utils.create_import_structure_from_path = scan
 
 
 @contextmanager

@@ -26,7 +26,7 @@ import builtins, sys
 opened = []
 plain = builtins.open
 builtins.open = lambda file, *args, **kwargs: opened.append(str(file)) or plain(file, *args, **kwargs)
-from async_rl.shared.cpu.lean_imports import scan_models_once
+from async_rl.shared.cpu.model_scan import scan_models_once
 if sys.argv[1] == "once":
     scan_models_once()
 from transformers import models
@@ -43,6 +43,22 @@ def test_transformers_lists_its_models_once_and_as_it_does_by_itself() -> None:
     assert twice[0] == "2", "transformers reads its models once by itself: scan_models_once can go"
     assert "Qwen3ForCausalLM" in once[1]
     assert once[1] == twice[1]
+
+
+TOKENIZER = """
+import builtins, sys
+opened = []
+plain = builtins.open
+builtins.open = lambda file, *args, **kwargs: opened.append(str(file)) or plain(file, *args, **kwargs)
+from async_rl.rollouts.tokenizer import load_tokenizer
+load_tokenizer(sys.argv[1], sys.argv[1])
+print(sum(path.endswith("/gemma/modeling_gemma.py") for path in opened), "torch" in sys.modules)
+"""
+
+
+@pytest.mark.nightly
+def test_a_program_that_loads_a_tokenizer_reads_them_once_and_no_torch(tiny_model: Callable[..., Path]) -> None:
+    assert run(TOKENIZER, tiny_model()) == "1 False\n"
 
 
 COMPILER = """
@@ -93,7 +109,7 @@ import trainer.__main__
 from trainer.devices import choose_device
 choose_device("cpu")
 import trainer.parallel, torch
-from async_rl.shared.cpu.lean_imports import scan_models_once
+from async_rl.shared.cpu.model_scan import scan_models_once
 scan_models_once()
 import async_rl.loop, trainer.session
 weight = torch.nn.Parameter(torch.ones(3))

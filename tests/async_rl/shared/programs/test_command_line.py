@@ -172,7 +172,7 @@ module, *sys.argv[1:] = sys.argv[1:]
 try:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 except SystemExit as end:
-    heavy = {"torch", "transformers", "pyarrow"} & set(sys.modules)
+    heavy = {"torch", "transformers", "pyarrow", "aiohttp"} & set(sys.modules)
     sys.exit(end.code or (f"imported {heavy}" if heavy else 0))
 """
 
