@@ -15,7 +15,7 @@ from typing import Literal
 import aiohttp
 from aiohttp import web
 
-from async_rl.rollouts.instance.response_stream import event_payloads
+from async_rl.rollouts.instance.answer_bytes import event_payloads
 from async_rl.shared.protocol import routes
 from benchmarks.chaos.fault_log import FaultLog
 

@@ -22,6 +22,7 @@ from async_rl.errors import (
     StaleWeights,
 )
 from async_rl.method.types import WeightVersion
+from async_rl.rollouts.instance.answer_bytes import event_payloads, frame_payloads, whole_body
 from async_rl.rollouts.instance.connections import Connections
 from async_rl.rollouts.instance.dialect import (
     MODELS,
@@ -45,14 +46,7 @@ from async_rl.rollouts.instance.http import (
 )
 from async_rl.rollouts.instance.model_tokens import ModelTokens, SampledTokens
 from async_rl.rollouts.instance.partial_rollout import PartialRollout, request_of
-from async_rl.rollouts.instance.response_stream import (
-    ExpectedRoutes,
-    OnProgress,
-    ResponseStream,
-    event_payloads,
-    frame_payloads,
-    whole_body,
-)
+from async_rl.rollouts.instance.response_stream import ExpectedRoutes, OnProgress, ResponseStream
 from async_rl.shared.protocol import inference, routes, token_frames
 from async_rl.shared.protocol.inference import SamplingParams
 

@@ -22,9 +22,9 @@ from async_rl.errors import (
     NeedsWeights,
     RequestInvalid,
 )
+from async_rl.rollouts.instance.answer_bytes import whole_body
 from async_rl.rollouts.instance.connections import Connections
 from async_rl.rollouts.instance.dialect import DEAD_ENGINE
-from async_rl.rollouts.instance.response_stream import whole_body
 from async_rl.shared.protocol import body, routes
 from async_rl.shared.protocol.routes import BOOT_ID, BOOT_ID_HEADER
 

@@ -3,21 +3,19 @@
 Tokens of another version, repeated ones and tokens after a gap are not added to a partial rollout.
 """
 
-import json
 import time
 from array import array
 from base64 import b64decode
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
 
-import msgspec
 import numpy as np
 from pydantic import ValidationError
 
 from async_rl.errors import BrokenAnswer, InstanceError, InstanceRestarted, InstanceStalled, StaleWeights
 from async_rl.method.token_arrays import Logprobs, TokenIds
 from async_rl.method.types import WeightSpan, WeightVersion
+from async_rl.rollouts.instance.answer_bytes import Span, event_of, logprobs_of
 from async_rl.rollouts.instance.dialect import DEAD_ENGINE
 from async_rl.rollouts.instance.model_tokens import SampledTokens
 from async_rl.rollouts.instance.partial_rollout import PartialRollout
@@ -25,10 +23,6 @@ from async_rl.shared.protocol import token_frames
 from async_rl.shared.protocol.body import ErrorResponse
 from async_rl.shared.protocol.routed_experts import RouteShape, from_npy
 
-END_OF_EVENT = b"\n\n"
-COMMENT = b":"
-"""The start of a keep-alive event."""
-DONE = b"[DONE]"
 MAX_SHOWN_BYTES = 300
 
 BYTES_PER_TOKEN = 1024
@@ -44,122 +38,7 @@ OnProgress = Callable[[int, int], None]
 """Called after each event with the tokens and the finished responses of the whole response so far."""
 
 
-_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-
-
-# The fields used of large responses: parsed by msgspec in a third of the time that pydantic takes. Without the
-# collector of garbage, which would visit every token.
-class _Token(msgspec.Struct, gc=False):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct, gc=False):
-    """Of the generate route (content) or of completions (token_logprobs)."""
-
-    content: list[_Token] | None = None
-    token_logprobs: list[float] | None = None
-
-
-class _Span(msgspec.Struct, gc=False):
-    version: str
-    start: int
-    end: int
-
-
-Spans = Sequence[_Span] | Sequence[token_frames.Span]
-
-
-class _Choice(msgspec.Struct, gc=False):
-    index: int
-    finish_reason: str | None = None
-    token_ids: list[_TokenId] | None = None
-    logprobs: _Logprobs | None = None
-    weight_versions: list[_Span] | None = None
-    routed_experts: str | None = None
-
-
-class _Event(msgspec.Struct, gc=False):
-    choices: list[_Choice]
-
-
-_EVENT = msgspec.json.Decoder(_Event)
-
-
-def _event_of(payload: bytes) -> _Event:
-    """Raises ValueError, or RecursionError, for what is no event."""
-    try:
-        return _EVENT.decode(payload)
-    except msgspec.ValidationError:
-        raise
-    except msgspec.DecodeError:
-        # Python's own writer has NaN and Infinity, which are no JSON.
-        return msgspec.convert(json.loads(payload), _Event)
-
-
-class ByteStream(Protocol):
-    """The part of aiohttp's `StreamReader` that is used."""
-
-    def iter_any(self) -> AsyncIterator[bytes]: ...
-
-
-async def whole_body(content: ByteStream, max_bytes: int, url: str) -> bytes:
-    """The complete body that the instance at `url` sends.
-
-    Raises:
-        BrokenAnswer: it is longer than `max_bytes`.
-    """
-    parts: list[bytes] = []
-    num_bytes = 0
-    async for data in content.iter_any():
-        num_bytes += len(data)
-        if num_bytes > max_bytes:
-            raise BrokenAnswer(f"instance {url}: the body of an answer has no end after {num_bytes} bytes")
-        parts.append(data)
-    return b"".join(parts)
-
-
-async def event_payloads(content: ByteStream, max_bytes: int, url: str) -> AsyncIterator[bytes]:
-    """The `data:` payloads of the server-sent events of the instance at `url`, up to `[DONE]` or the end of the stream.
-
-    Raises:
-        BrokenAnswer: an event does not end within `max_bytes`.
-    """
-    rest = b""
-    async for data in content.iter_any():
-        *events, rest = (rest + data).split(END_OF_EVENT)
-        if len(rest) > max_bytes:
-            raise BrokenAnswer(f"instance {url}: an event of an answer has no end after {len(rest)} bytes")
-        for event in events:
-            payload = event.strip().removeprefix(b"data:").strip()
-            if payload == DONE:
-                return
-            if payload and not payload.startswith(COMMENT):
-                yield payload
-
-
-async def frame_payloads(content: ByteStream, max_bytes: int, url: str) -> AsyncIterator[bytes]:
-    """The payloads of the frames of the instance at `url` (`protocol/token_frames.py`), up to the empty one or
-    the end of the stream.
-
-    Raises:
-        BrokenAnswer: a frame is longer than `max_bytes`.
-    """
-    rest = bytearray()
-    async for data in content.iter_any():
-        rest += data
-        begin = 0
-        while len(rest) - begin >= token_frames.LENGTH.size:
-            (num_bytes,) = token_frames.LENGTH.unpack_from(rest, begin)
-            if num_bytes > max_bytes:
-                raise BrokenAnswer(f"instance {url}: a frame of an answer has {num_bytes} bytes")
-            if not num_bytes:
-                return
-            start = begin + token_frames.LENGTH.size
-            if len(rest) < start + num_bytes:
-                break
-            begin = start + num_bytes
-            yield bytes(memoryview(rest)[start:begin])
-        del rest[:begin]
+Spans = Sequence[Span] | Sequence[token_frames.Span]
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,13 +138,13 @@ class ResponseStream:
             InstanceError: it does not conform to the protocol, is incomplete, or reports that the request was aborted.
         """
         try:
-            event = _event_of(payload)
+            event = event_of(payload)
         except (ValueError, RecursionError) as error:
             raise self._fault(payload) from error
         for choice in event.choices:
             self._require_index(choice.index)
             token_ids: array[int] = array(TokenIds.typecode, choice.token_ids or ())
-            logprobs: array[float] = array(Logprobs.typecode, _logprobs_of(choice))
+            logprobs: array[float] = array(Logprobs.typecode, logprobs_of(choice))
             self._note_routes(choice.index, choice.routed_experts, choice.finish_reason, len(token_ids))
             self._add(choice.index, token_ids, logprobs, choice.weight_versions, choice.finish_reason)
         self._report_progress()
@@ -480,12 +359,3 @@ def _are_logprobs(values: "array[float] | memoryview") -> bool:
     logprob_N = np.frombuffer(values, np.float32)
     # Both are NaN if one of the values is.
     return not len(logprob_N) or bool(logprob_N.min() >= LEAST_LOGPROB and logprob_N.max() <= ROUNDING)
-
-
-def _logprobs_of(choice: _Choice) -> list[float]:
-    logprobs = choice.logprobs
-    if logprobs is None:
-        return []
-    if logprobs.token_logprobs is not None:
-        return logprobs.token_logprobs
-    return [token.logprob for token in logprobs.content or ()]

@@ -3,11 +3,10 @@
 Every answer is fed in both of its forms, as events of JSON and as frames of arrays.
 """
 
-import asyncio
 import json
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from random import Random
@@ -28,13 +27,7 @@ from async_rl.method.types import WeightSpan
 from async_rl.rollouts.instance.dialect import DEAD_ENGINE
 from async_rl.rollouts.instance.model_tokens import ModelTokens, SampledTokens
 from async_rl.rollouts.instance.partial_rollout import PartialRollout
-from async_rl.rollouts.instance.response_stream import (
-    ExpectedRoutes,
-    ResponseStream,
-    event_payloads,
-    frame_payloads,
-    whole_body,
-)
+from async_rl.rollouts.instance.response_stream import ExpectedRoutes, ResponseStream
 from async_rl.shared.protocol import token_frames
 from async_rl.shared.protocol.inference import SamplingParams
 from async_rl.shared.protocol.routed_experts import RouteShape, to_npy
@@ -127,24 +120,6 @@ def answer_to(partials: Sequence[PartialRollout], **options: Any) -> ResponseStr
     return Form.now(URL, partials, VERSION, **(usual | options))
 
 
-class Bytes:
-    """A body that arrives in these parts."""
-
-    def __init__(self, parts: Sequence[bytes]) -> None:
-        self._parts = parts
-
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        for part in self._parts:
-            yield part
-
-
-def payloads_of(parts: Sequence[bytes], max_bytes: int = 10**6) -> list[bytes]:
-    async def read() -> list[bytes]:
-        return [payload async for payload in event_payloads(Bytes(parts), max_bytes, URL)]
-
-    return asyncio.run(read())
-
-
 # Routes
 
 
@@ -186,54 +161,7 @@ def test_routes_of_other_rows_are_a_broken_answer(text: str) -> None:
     assert not partial.token_ids and partial.routes is None
 
 
-# Bytes to events
-
-
-def test_events_are_the_same_however_their_bytes_are_split() -> None:
-    rng = Random(0)
-    for _ in range(NUM_SCRIPTS):
-        events = rng.choices([b'{"a": 1}', b"x", b'{"t": "\xe2\x82\xac"}', b"data: y"], k=rng.randrange(5))
-        comment = rng.choice([b"", b": still there\n\n\n\n"])
-        body = b"".join(comment + b"data: " + event + b"\n\n" for event in events)
-        body += rng.choice([b"data: [DONE]\n\ndata: after the end\n\n", b"data: torn", b""])
-        bounds = sorted([0, len(body), *(rng.randint(0, len(body)) for _ in range(rng.randrange(12)))])
-        assert payloads_of([body[a:b] for a, b in pairwise(bounds)]) == events
-    assert payloads_of([body[i : i + 1] for i in range(len(body))]) == events
-
-
-@pytest.mark.parametrize("size", [1, 7, 1000])
-def test_neither_an_event_nor_a_body_may_be_without_end(size: int) -> None:
-    with pytest.raises(BrokenAnswer, match=f"instance {URL}: an event of an answer has no end after"):
-        payloads_of([b"x" * size] * 1001, max_bytes=1000)
-    assert payloads_of([b"x" * size + b"\n\n"] * 1001, max_bytes=1000) == [b"x" * size] * 1001
-    body = whole_body(Bytes([b"x" * size] * (1000 // size)), 1000, URL)
-    assert asyncio.run(body) == b"x" * (1000 // size * size)
-    with pytest.raises(BrokenAnswer, match=f"instance {URL}: the body of an answer has no end after"):
-        asyncio.run(whole_body(Bytes([b"x" * size] * 1001), 1000, URL))
-
-
-def frames_of(parts: Sequence[bytes], max_bytes: int = 10**6) -> list[bytes]:
-    async def read() -> list[bytes]:
-        return [payload async for payload in frame_payloads(Bytes(parts), max_bytes, URL)]
-
-    return asyncio.run(read())
-
-
-def test_frames_are_the_same_however_their_bytes_are_split() -> None:
-    rng = Random(0)
-    for _ in range(NUM_SCRIPTS):
-        frames = [rng.randbytes(rng.choice((1, 4, 300))) for _ in range(rng.randrange(5))]
-        body = b"".join(map(token_frames.framed, frames))
-        body += rng.choice([token_frames.END + b"after the end", token_frames.framed(b"torn")[:-1], b"\x01\x00", b""])
-        bounds = sorted([0, len(body), *(rng.randint(0, len(body)) for _ in range(rng.randrange(12)))])
-        assert frames_of([body[a:b] for a, b in pairwise(bounds)]) == frames
-    assert frames_of([body[i : i + 1] for i in range(len(body))]) == frames
-
-
-@pytest.mark.parametrize("num_bytes", [1001, 2**31, 2**32 - 1])
-def test_a_frame_says_first_how_long_it_is_and_none_is_too_long(num_bytes: int) -> None:
-    with pytest.raises(BrokenAnswer, match=f"instance {URL}: a frame of an answer has {num_bytes} bytes"):
-        frames_of([token_frames.LENGTH.pack(num_bytes)], max_bytes=1000)
+# Frames to tokens
 
 
 def hostile_frames() -> dict[str, bytes]:
@@ -277,6 +205,7 @@ def hostile_frames() -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize("form", [OfFrames], indirect=True)
 @pytest.mark.parametrize("name", hostile_frames())
 def test_what_is_no_frame_is_an_instance_error_and_adds_nothing(name: str) -> None:
     partials = partials_of(2)
@@ -287,6 +216,7 @@ def test_what_is_no_frame_is_an_instance_error_and_adds_nothing(name: str) -> No
     assert [list(partial.token_ids) for partial in partials] == [[], [30]]
 
 
+@pytest.mark.parametrize("form", [OfFrames], indirect=True)
 def test_random_bytes_of_a_frame_never_do_more_than_end_an_answer() -> None:
     rng, good = Random(0), frame_of(Piece(0, (10, 11), 2).payload())
     for _ in range(2000):
@@ -302,6 +232,7 @@ def test_random_bytes_of_a_frame_never_do_more_than_end_an_answer() -> None:
         assert len(partial.token_ids) == len(partial.logprobs) <= 2
 
 
+@pytest.mark.parametrize("form", [OfFrames], indirect=True)
 @pytest.mark.parametrize("token", [-1, 60, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("num_ends", [1, 20])
 def test_a_frame_with_a_token_of_no_model_leaves_nothing(token: int, num_ends: int) -> None:
