@@ -41,9 +41,10 @@ class Recorder:
         return self.finished.get(timeout=WAIT_S)
 
 
-@pytest.fixture
-def model() -> PreTrainedModel:
-    config_class, own = FAMILIES["qwen3"]
+@pytest.fixture(params=["qwen3", "qwen3_5_text"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """With keys and values only, and with states beside them."""
+    config_class, own = FAMILIES[request.param]
     return random_model(config_class(**{**own, **MODEL_SIZE})).eval()
 
 
