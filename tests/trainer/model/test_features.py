@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from async_rl.checks.preflight.model import ModelFiles, require_supported
 from async_rl.errors import ConfigError
 from async_rl.method.types import Group
+from async_rl.shared.model_families import TABLE
 from async_rl.shared.model_shape import FAMILIES
 from tests.support.tiny_model import FAMILIES as CLASSES
 from tests.support.tiny_model import MODEL_SIZE, make_tiny_model
@@ -157,7 +158,9 @@ def test_a_flipped_key_is_held_or_refused_by_name(
 ) -> None:
     start, logits = base(family, tmp_path_factory.getbasetemp() / "features")
     path = Path(shutil.copytree(start, tmp_path / "model"))
-    config = json.loads((path / "config.json").read_text()) | WITH.get(key, {}) | {key: other}
+    # A family without windows refuses what switches them on.
+    needed = WITH.get(key, {}) if TABLE[family].windows is not None or key != "layer_types" else {}
+    config = json.loads((path / "config.json").read_text()) | needed | {key: other}
     if key == "num_hidden_layers":
         for by_layer in ("layer_types", "no_rope_layers"):
             config.pop(by_layer, None)
