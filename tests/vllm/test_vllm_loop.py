@@ -81,7 +81,8 @@ def test_vllm_maps_the_weights_of_a_trainer_on_its_own_devices(run: Run, vllm_py
     require_proofs(run)
 
 
-DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts_per_tok": 4}
+"""With all experts: bfloat16, the only dtype of its linear attention, rounds so that others may be chosen."""
 FAMILIES = {
     "qwen3_moe": {"moe_intermediate_size": 64},
     "qwen2": {"hidden_size": 128},
@@ -103,8 +104,7 @@ FAMILIES = {
 def test_every_publish_of_every_family_leaves_the_trainers_model_in_vllm(
     family: str, tmp_path: Path, vllm_python: str
 ) -> None:
-    """Four iterations: vLLM loads new weights several times over the same model. Its linear attention on CPU takes
-    bfloat16 only, whose roundings change the choice of experts."""
+    """Four iterations: vLLM loads new weights several times over the same model."""
     dtype = "bfloat16" if TABLE[family].delta else "float32"
     run = Run(tmp_path, make_tiny_model(tmp_path / "model", family, head_dim=32, **FAMILIES[family]))
     rows = [f"{i} and {7 * i}" for i in range(16)]
@@ -117,7 +117,7 @@ def test_every_publish_of_every_family_leaves_the_trainers_model_in_vllm(
     assert run.finish(FINISH_TIMEOUT_S) == 0, run.everything_said()
     proofs = run.lines("ledger.jsonl")
     assert len(proofs) == 4 and all(proof["on_policy"] for proof in proofs)
-    share = 0.2 if dtype == "float32" else 2.0
+    share = 0.2 if dtype == "float32" else 0.6
     assert all(proof["logprob_gaps"]["rms"] < share * noise_scale(dtype) for proof in proofs)
 
 
