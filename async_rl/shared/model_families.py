@@ -38,6 +38,21 @@ QUERY_BETA: Final = "llama_4_scaling_beta"
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names in checkpoints of a layer with experts: of all of it, of the bias that experts are chosen by, and of the
+    matrices of each expert."""
+
+    part: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    choice_bias: str = "gate.e_score_correction_bias"
+
+
+MIXTRALS: Final = ExpertNames("block_sparse_moe", "w1", "w3", "w2", "e_score_correction_bias")
+
+
+@dataclass(frozen=True, slots=True)
 class Windows:
     """How a family's layers get a window: layers attend to that many of the last tokens only.
 
@@ -73,8 +88,10 @@ class Family:
         multiplies: has Granite's four multipliers.
         scales_queries: multiplies queries by a logarithm of their position, as Llama 4 does.
         experts: "qwen" has Qwen3-MoE's, in every layer, "qwen_shared" also one that all tokens pass, through a gate;
-            "deepseek" has DeepSeek-V3's, after the first layers; "gpt_oss" has gpt-oss', in every layer.
+            "deepseek" has DeepSeek-V3's, after the first layers; "gpt_oss" has gpt-oss', in every layer; "minimax"
+            DeepSeek-V3's without groups, in every layer.
         renormalizes: the weights of a token's experts sum to 1 whatever norm_topk_prob is.
+        expert_names: theirs, but for gpt-oss.
         delta: has gated delta nets in place of attention in most layers: "by_head" has their projections in two tensors
             that are ordered by key head, "apart" those of each kind apart.
         has_latents: has multi-head latent attention.
@@ -104,8 +121,9 @@ class Family:
     true: frozenset[str] = frozenset()
     multiplies: bool = False
     scales_queries: bool = False
-    experts: Literal["qwen", "qwen_shared", "deepseek", "gpt_oss"] | None = None
+    experts: Literal["qwen", "qwen_shared", "deepseek", "gpt_oss", "minimax"] | None = None
     renormalizes: bool = False
+    expert_names: ExpertNames = ExpertNames()
     delta: Literal["by_head", "apart"] | None = None
     has_latents: bool = False
     rotary_share: float | None = None
@@ -250,6 +268,16 @@ TABLE: Final[Mapping[str, Family]] = {
         experts="gpt_oss",
         renormalizes=True,
         windows=Windows(128, 2),
+    ),
+    "minimax_m2": Family(
+        head_dim=128,
+        kv_heads=8,
+        theta=5e6,
+        features=frozenset({JOINT_QK_NORM}),
+        experts="minimax",
+        renormalizes=True,
+        expert_names=MIXTRALS,
+        rotary_share=1.0,
     ),
     "olmo2": Family(norm_eps=1e-5, features=frozenset({JOINT_QK_NORM}), features_of=_ATTENTION, norms=NORMS_AFTER),
     "olmo3": Family(

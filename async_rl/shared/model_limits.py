@@ -10,8 +10,17 @@ from typing import Any
 from async_rl.shared.layer_windows import FULL, SLIDING, unheld_windows
 from async_rl.shared.model_families import BIAS_KEYS, ORIGINAL, QUERY_BETA, ROPE_KEYS, ROPE_KINDS, Family
 
-DEEPSEEKS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-"""Keys of DeepSeek-V3's config.json that transformers does not read, and the only values that it holds."""
+UNREAD: Mapping[str, Mapping[str, Any]] = {
+    "deepseek": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    "minimax": {
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "shared_intermediate_size": 0,
+    },
+}
+"""Keys of config.json that transformers does not read, by kind of experts, and the only values that it holds."""
 
 
 def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:
@@ -46,10 +55,11 @@ def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
             yield "num_experts_per_tok 1", "a number from 2"
         else:
             yield "num_experts_per_tok 1 with norm_topk_prob true", "norm_topk_prob false"
-    if traits.experts == "deepseek":
-        for name, value in DEEPSEEKS.items():
-            if config.get(name, value) != value:
-                yield f"{name} {config[name]!r}", repr(value)
+    for name, value in UNREAD.get(traits.experts or "", {}).items():
+        if config.get(name, value) != value:
+            yield f"{name} {config[name]!r}", repr(value)
+    if traits.experts == "minimax" and any(kind != 1 for kind in config.get("attn_type_list") or ()):
+        yield f"attn_type_list {config['attn_type_list']!r}", "1 in every layer, attention to all tokens"
     heads = config.get("num_attention_heads")
     if traits.has_latents and config.get("num_key_value_heads", heads) not in (None, heads):
         yield f"num_key_value_heads {config['num_key_value_heads']}", f"{heads}, as num_attention_heads"

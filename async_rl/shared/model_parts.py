@@ -19,6 +19,7 @@ from async_rl.shared.model_limits import local_rope, rope_type
 
 FULL_INTERVAL = 4
 """Of models with gated delta nets, where config.json leaves it out: every fourth layer has attention."""
+LOCAL = "num_local_experts"
 CLAMPED_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 """Of gpt-oss' experts, where config.json leaves them out."""
 QUERY_RANK = 1536
@@ -235,15 +236,17 @@ def read_experts(config: Mapping[str, Any], traits: Family, size: Callable[..., 
     if traits.experts is None:
         return None
     # A checkpoint saved again by transformers 5 has another name.
-    names = {"deepseek": ("n_routed_experts", "num_local_experts"), "gpt_oss": ("num_local_experts", "num_experts")}
-    num_experts = size(*names.get(traits.experts, ("num_experts", "num_local_experts")))
-    top_k = size("num_experts_per_tok")
+    first_name = {"deepseek": "n_routed_experts", "gpt_oss": LOCAL, "minimax": LOCAL}.get(traits.experts, "num_experts")
+    num_experts, top_k = size(first_name, LOCAL, "num_experts"), size("num_experts_per_tok")
     if top_k > num_experts:
         raise damaged(named, "num_experts_per_tok", top_k, f"at most its {num_experts} experts")
     if traits.experts == "gpt_oss":
         alpha, limit = (positive(named, key, config.get(key, default)) for key, default in CLAMPED_GATE.items())
         experts = Experts(num_experts, top_k, size("intermediate_size"), renormalized=True)
         return replace(experts, clamped_gate=ClampedGate(alpha, limit))
+    if traits.experts == "minimax":
+        experts = Experts(num_experts, top_k, size("intermediate_size"), renormalized=True)
+        return replace(experts, grouping=Grouping(num_groups=1, top_groups=1, scale=1.0))
     is_renormalized = flag(named, "norm_topk_prob", config, default=traits.experts != "qwen") or traits.renormalizes
     experts = Experts(num_experts, top_k, size("moe_intermediate_size"), is_renormalized)
     if traits.experts == "qwen_shared":
@@ -270,7 +273,15 @@ def read_experts(config: Mapping[str, Any], traits: Family, size: Callable[..., 
     )
 
 
-def read_rotary_share(config: Mapping[str, Any], rope: Mapping[str, Any], traits: Family) -> float:
+def read_rotary_share(
+    config: Mapping[str, Any], rope: Mapping[str, Any], traits: Family, head_dim: int, named: str
+) -> float:
     if traits.rotary_share is None:
         return 1.0
-    return float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or traits.rotary_share)
+    if share := rope.get("partial_rotary_factor") or config.get("partial_rotary_factor"):
+        return float(share)
+    if traits.experts == "minimax" and (rotated := config.get("rotary_dim")) is not None:
+        if type(rotated) is not int or not 0 < rotated <= head_dim:
+            raise damaged(named, "rotary_dim", rotated, f"a number from 1 to head_dim = {head_dim}")
+        return rotated / head_dim
+    return traits.rotary_share

@@ -128,13 +128,13 @@ class ModelShape:
                 "which do not divide: download it again"
             )
         latents = read_latents(config, size, named) if traits.has_latents else None
-        num_predictors = 0
+        num_predictors = config.get("num_mtp_modules", 0) if traits.experts == "minimax" else 0
         if traits.experts == "deepseek":
             num_predictors = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 1))
         _, rope = rope_of(config, traits)
         theta = rope.get("rope_theta", config.get("rope_theta", traits.theta))
         head_dim = heads_size(HEAD_DIM, traits.head_dim, hidden // heads) if latents is None else latents.head_dim
-        rotary_share = read_rotary_share(config, rope, traits)
+        rotary_share = read_rotary_share(config, rope, traits, head_dim, named)
         _require_pairs(latents.rope_dim if latents else int(head_dim * rotary_share), latents, named)
         unrotated = _unrotated_layers(config, size("num_hidden_layers"), named)
         experts = read_experts(config, traits, size, named)

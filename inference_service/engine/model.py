@@ -13,10 +13,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     FineGrainedFP8Config,
-    Mxfp4Config,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.quantization_config import Mxfp4Config
 
 from async_rl.errors import ConfigError
 from async_rl.shared.cpu.lean_imports import without_compiler

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from async_rl.errors import PublishError
-from async_rl.shared.model_families import TABLE, Family
+from async_rl.shared.model_families import TABLE, ExpertNames, Family
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from async_rl.shared.weights.snapshot import read_snapshot
 from async_rl.shared.weights.store import join_rendezvous
@@ -33,25 +33,23 @@ def parameter_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         sleeps = weight.numel() and not storage.nbytes()
         if sleeps:
             storage.resize_(weight.numel() * weight.element_size())
-        views |= _views_of(name, weight) if family.experts != "gpt_oss" else {name: weight}
+        views |= _views_of(name, weight, family.expert_names) if family.experts != "gpt_oss" else {name: weight}
         if sleeps:
             storage.resize_(0)
     return views
 
 
-def _views_of(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    layer, is_gate_up, _ = name.partition(".experts.gate_up_proj")
-    if is_gate_up:
-        views = {}
-        for i, gate_up in enumerate(weight):
-            gate, up = gate_up.chunk(2)
-            views[f"{layer}.experts.{i}.gate_proj.weight"] = gate
-            views[f"{layer}.experts.{i}.up_proj.weight"] = up
-        return views
-    if name.endswith(".experts.down_proj"):
-        base = name.removesuffix("down_proj")
-        return {f"{base}{i}.down_proj.weight": down for i, down in enumerate(weight)}
-    return {name: weight}
+def _views_of(name: str, weight: torch.Tensor, names: ExpertNames) -> dict[str, torch.Tensor]:
+    layer, in_experts, what = name.replace(".mlp.", f".{names.part}.").partition(".experts.")
+    if not in_experts:
+        return {layer: weight}
+    if what == "down_proj":
+        return {f"{layer}.experts.{i}.{names.down}.weight": down for i, down in enumerate(weight)}
+    views = {}
+    for i, gate_up in enumerate(weight):
+        for kind, part in zip((names.gate, names.up), gate_up.chunk(2), strict=True):
+            views[f"{layer}.experts.{i}.{kind}.weight"] = part
+    return views
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:

@@ -14,6 +14,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
     Olmo2Config,
@@ -100,6 +101,11 @@ CLAMPED_EXPERTS = {
         "truncate": False,
     },
 }
+UNGROUPED_EXPERTS = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 KINDS = ["sliding_attention", "full_attention"]
 """Repeated as often as there are layers."""
 
@@ -134,6 +140,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "olmo2": (Olmo2Config, {}),
     "olmo3": (Olmo3Config, {"sliding_window": 5, "layer_types": KINDS}),
     "gpt_oss": (GptOssConfig, {"head_dim": 16, "sliding_window": 5, "layer_types": KINDS, **CLAMPED_EXPERTS}),
+    "minimax_m2": (MiniMaxM2Config, {"head_dim": 16, **UNGROUPED_EXPERTS}),
     "granite": (GraniteConfig, {"attention_bias": True, "mlp_bias": True, **MULTIPLIERS}),
 }
 CHARACTERS = string.ascii_letters + string.digits + " .,:;!?'\"+-*/=()\n"

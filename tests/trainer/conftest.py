@@ -170,19 +170,23 @@ def grpo_in_transformers() -> Callable[..., Expected]:
                 loss = loss + (rollout / length if normalize == "sequence" else rollout)
                 count += 1 if normalize == "sequence" else length
         (loss / count).backward()
-        gradients = dict(by_checkpoint_name({n: p.grad for n, p in policy.named_parameters() if p.grad is not None}))
+        found = {n: p.grad for n, p in policy.named_parameters() if p.grad is not None}
+        gradients = dict(by_checkpoint_name(found, policy.config.model_type))
         return Expected(all_logprobs, float(loss.detach() / count), sum(entropies) / len(entropies), gradients)
 
     return run
 
 
-def by_checkpoint_name(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each expert's matrices by themselves, which transformers has in one tensor."""
+def by_checkpoint_name(tensors: dict[str, torch.Tensor], model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each expert's matrices by themselves, which transformers has in one tensor, but for gpt-oss."""
+    parts_of = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    if model_type == "minimax_m2":
+        parts_of = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+        tensors = {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         layer, _, kind = name.partition(".experts.")
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
-        # gpt-oss' checkpoints have them in one tensor, too.
-        if parts is None or f"{layer}.experts.gate_up_proj_bias" in tensors:
+        parts = parts_of.get(kind)
+        if parts is None or model_type == "gpt_oss":
             yield name, tensor
             continue
         for number, expert in enumerate(tensor):

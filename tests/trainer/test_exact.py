@@ -349,7 +349,8 @@ def test_rollouts_of_sessions_are_the_engines_bit_for_bit(checkpoint: Path, exac
 HELD = [
     name
     for name, (_, size) in FAMILIES.items()
-    if not {"num_experts", "n_routed_experts", "linear_num_key_heads"} & set(size) and not size.get("sliding_window")
+    if not {"num_experts", "num_local_experts", "n_routed_experts", "linear_num_key_heads"} & set(size)
+    and not size.get("sliding_window")
 ]
 """Families without experts, windows, and linear attention."""
 

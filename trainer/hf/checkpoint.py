@@ -18,7 +18,7 @@ from trainer.hf.weight_map import constants
 from trainer.hf.weights import INDEX_FILE, SINGLE_FILE
 from trainer.model.gpt import RankModel
 
-PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 MAX_SHARD_BYTES = 4 * 2**30
 

@@ -31,10 +31,6 @@ class Fusion(Protocol):
     def split(self, merged: torch.Tensor) -> list[torch.Tensor]: ...
 
 
-CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
-"""Of a layer with DeepSeek's experts: a constant, float32 whatever the model's dtype."""
-
-
 @dataclass(frozen=True, slots=True)
 class Stacked:
     """The parts one after the other along dimension 0, in equal shares: gate and up; a single part is unchanged."""
@@ -295,12 +291,16 @@ NORMS = ("input_layernorm", "self_attn_bda.norm", "pre_mlp_layernorm", "mlp_bda.
 
 
 def constants(shape: ModelShape, layout: Layout | None = None) -> Iterator[WeightEntry]:
-    """What a checkpoint has that training does not change: it is loaded and saved, but not published."""
+    """What a checkpoint has that training does not change: it is loaded and saved, but not published.
+
+    The bias that DeepSeek's experts are chosen by is float32 whatever the model's dtype.
+    """
     if shape.experts is None or shape.experts.grouping is None:
         return
     for layer in range(shape.experts.num_dense, shape.num_layers):
-        entry = _LayerNames(shape, layout or Layout(), layer).entry
-        yield entry("mlp.router.choice_bias", {CHOICE_BIAS: (shape.experts.num_experts,)})
+        entry, names = _LayerNames(shape, layout or Layout(), layer).entry, TABLE[shape.family].expert_names
+        choice_bias = f"{names.part}.{names.choice_bias}"
+        yield entry("mlp.router.choice_bias", {choice_bias: (shape.experts.num_experts,)})
 
 
 @cache
@@ -436,13 +436,13 @@ def _experts_map(shape: ModelShape, layout: Layout, entry: MakeEntry) -> Iterato
     """The router, which every rank has, the experts, undivided, in equal shares on the expert-parallel ranks, and what
     all rows pass beside them, divided as a dense layer's feed-forward part."""
     assert shape.experts is not None
-    H, F = shape.hidden_size, shape.experts.ffn_size
-    yield entry("mlp.router.weight", {"mlp.gate.weight": (shape.experts.num_experts, H)})
+    H, F, names = shape.hidden_size, shape.experts.ffn_size, TABLE[shape.family].expert_names
+    yield entry("mlp.router.weight", {f"{names.part}.gate.weight": (shape.experts.num_experts, H)})
     for expert in range(shape.experts.num_experts):
         ep_rank, local_expert = divmod(expert, shape.experts.num_experts // layout.ep_size)
-        theirs = f"mlp.experts.{expert}."
-        gate_up = {f"{theirs}gate_proj.weight": (F, H), f"{theirs}up_proj.weight": (F, H)}
-        down = {f"{theirs}down_proj.weight": (H, F)}
+        theirs = f"{names.part}.experts.{expert}."
+        gate_up = {f"{theirs}{name}.weight": (F, H) for name in (names.gate, names.up)}
+        down = {f"{theirs}{names.down}.weight": (H, F)}
         yield entry("mlp.experts.weight1", gate_up, Stacked(2), ep_rank=ep_rank, index=local_expert)
         yield entry("mlp.experts.weight2", down, ep_rank=ep_rank, index=local_expert)
     if size := shape.experts.shared_size:

@@ -174,7 +174,7 @@ class Router(TopKRouter):
         if has_bias:
             self.bias = torch.nn.Parameter(torch.empty(config.num_moe_experts, dtype=config.params_dtype))
             # Makes Megatron sum its gradients over the ranks that share the rows.
-            self.bias.sequence_parallel = config.sequence_parallel
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """[T, 1, H] -> [T, 1, E] for T rows, hidden size H and E experts."""

@@ -8,6 +8,7 @@ no class is merely scaled, which a following norm or softmax would undo.
 Constant tensors, which a search for a wrong class needs, are the exception: the true ones are kept on the host.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ from trainer.model.gpt import RankModel
 from trainer.parallel import Parallel
 
 HEAD, EMBEDDING, ROUTER, EXPERT = "head", "embedding", "router", "expert "
-EXPERTS = "mlp.experts."
+EXPERTS = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(?:(\d+)\.)?(.+)")
+"""Within a layer: the number of one expert, if the tensor is not that of all, and the name within it."""
 CLASS_OF = {
     "self_attn.q_proj.weight": "q",
     "self_attn.k_proj.weight": "k",
@@ -71,7 +73,11 @@ CLASS_OF = {
     "mlp.down_proj": "down",
     "mlp.down_proj_bias": "down bias",
     "mlp.router.bias": "router bias",
+    "mlp.w1.weight": "gate",
+    "mlp.w3.weight": "up",
+    "mlp.w2.weight": "down",
     "mlp.gate.weight": ROUTER,
+    "block_sparse_moe.gate.weight": ROUTER,
     "mlp.router.weight": ROUTER,
     "model.embed_tokens.weight": EMBEDDING,
     "model.norm.weight": "final norm",
@@ -98,8 +104,8 @@ def class_of(hf_name: str) -> str:
     if hf_name in CLASS_OF:
         return CLASS_OF[hf_name]
     within_layer = hf_name.split(".", 3)[3]
-    if within_layer.startswith(EXPERTS):
-        return EXPERT + CLASS_OF["mlp." + within_layer.removeprefix(EXPERTS).lstrip("0123456789.")]
+    if of_expert := EXPERTS.fullmatch(within_layer):
+        return EXPERT + CLASS_OF[f"mlp.{of_expert[2]}"]
     return CLASS_OF[within_layer]
 
 
@@ -263,9 +269,8 @@ def _experts_of(entry: WeightEntry, parallel: Parallel) -> range:
     if entry.has_experts:
         ((shard, *_), *_) = (shard.slices for shard in entry.shards(*entry.share_of(parallel)))
         return range(shard[0].start, shard[0].stop)
-    name = next(iter(entry.hf_shapes))
-    number = name.partition(f".{EXPERTS}")[2].partition(".")[0]
-    return range(int(number), int(number) + 1) if number else range(0)
+    found = EXPERTS.search(next(iter(entry.hf_shapes)))
+    return range(int(found[1]), int(found[1]) + 1) if found else range(0)
 
 
 def _place(name: str) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
     Olmo2Config,
@@ -37,7 +38,7 @@ from async_rl.shared.layer_windows import FULL, SLIDING
 from async_rl.shared.model_families import ORIGINAL, QKV_BIAS, QUERY_BETA
 from async_rl.shared.model_parts import Experts, Multipliers, Rope
 from async_rl.shared.model_shape import FAMILIES, ModelShape, stage_layers
-from tests.support.tiny_model import CLAMPED_EXPERTS, DEEPSEEKS_EXPERTS, LATENTS, MODEL_SIZE
+from tests.support.tiny_model import CLAMPED_EXPERTS, DEEPSEEKS_EXPERTS, LATENTS, MODEL_SIZE, UNGROUPED_EXPERTS
 from tests.support.tiny_model import FAMILIES as TINY
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
@@ -59,6 +60,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "olmo3": Olmo3Config,
     "gemma3_text": Gemma3TextConfig,
     "gpt_oss": GptOssConfig,
+    "minimax_m2": MiniMaxM2Config,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -72,6 +74,7 @@ LLAMA3 = {
 UNREAD = {
     *("model_type", "transformers_version", "use_sliding_window", "max_window_layers", "no_rope_layer_interval"),
     *("attention_dropout", "residual_dropout", "initializer_range", "use_cache", "router_aux_loss_coef"),
+    "router_jitter_noise",
     *("pretraining_tp", "output_router_logits", "output_hidden_states", "is_encoder_decoder", "architectures"),
     *("max_position_embeddings", "return_dict", "chunk_size_feed_forward", "output_attentions", "id2label", "label2id"),
 }
@@ -87,14 +90,8 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
 OF_MORE_PARTS = {
-    "deepseek_v3",
-    "glm4_moe",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "olmo3",
-    "gemma3_text",
-    "gpt_oss",
+    *("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo3", "gemma3_text"),
+    *("gpt_oss", "minimax_m2"),
 }
 SCALED = {"ministral3": {QUERY_BETA: 0.5, ORIGINAL: 8}}
 DELTA_HEADS = {
@@ -106,6 +103,7 @@ DELTA_HEADS = {
 }
 NO_WINDOW = {"sliding_window": None}
 GPT_OSS = {"model_type": "gpt_oss", **CLAMPED_EXPERTS}
+MINIMAX = {"model_type": "minimax_m2", **UNGROUPED_EXPERTS}
 SCALED_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, **SCALED["ministral3"]}
 
 
@@ -120,6 +118,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
         "qwen3_5_text": DELTA_HEADS,
         "qwen3_5_moe_text": {**EXPERTS, **DELTA_HEADS, "shared_expert_intermediate_size": 20},
         "gpt_oss": CLAMPED_EXPERTS,
+        "minimax_m2": UNGROUPED_EXPERTS,
     }.get(family, {})
     return {**SIZES, **own, "model_type": family, **changes}
 
@@ -175,6 +174,14 @@ def test_rope_is_read_under_the_names_of_older_releases() -> None:
     assert shape == ModelShape.of_config(AutoConfig.for_model(**old).to_dict(), "here")
 
 
+@pytest.mark.parametrize("more", [{}, {"partial_rotary_factor": 0.25}, {"rope_parameters": {"rope_type": "default"}}])
+def test_rotated_dimensions_of_released_minimax_checkpoints_are_those_of_transformers(more: dict[str, Any]) -> None:
+    config = config_of("minimax_m2", head_dim=16, rotary_dim=8) | {"rope_parameters": None} | more
+    shape = ModelShape.of_config(config, "here")
+    assert shape == ModelShape.of_config(AutoConfig.for_model(**config).to_dict(), "here")
+    assert shape.rotary_dim == (4 if "partial_rotary_factor" in more else 8)
+
+
 def test_a_published_size_needs_nothing_but_its_config() -> None:
     # Qwen3-8B's config.json, and the number of parameters that its weights' index gives.
     config = {
@@ -223,6 +230,7 @@ def test_a_token_uses_the_experts_it_is_routed_to() -> None:
         ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]}, "layer_types ['linear_attention']"),
         ({"model_type": "qwen3_5_text", "linear_num_value_heads": 9, "linear_num_key_heads": 2}, "value_heads = 9"),
         ({"model_type": "qwen3_5_text", "full_attention_interval": 0}, "full_attention_interval = 0"),
+        ({**MINIMAX, "rope_parameters": None, "rotary_dim": 300}, "rotary_dim = 300"),
         ({**GPT_OSS, "swiglu_alpha": 0}, "swiglu_alpha = 0"),
         ({**GPT_OSS, "swiglu_limit": None}, "swiglu_limit = None"),
         ({"model_type": "gpt2"}, "model_type 'gpt2', which the trainer does not support: expected one of"),
@@ -397,6 +405,15 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
             "'linear_attention' or 'full_attention' in every layer",
         ),
         ("gpt_oss", {"num_experts_per_tok": 1}, "num_experts_per_tok 1", "a number from 2"),
+        ("minimax_m2", {"num_experts_per_tok": 1}, "num_experts_per_tok 1", "a number from 2"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax'", "'sigmoid'"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False", "True"),
+        (
+            "minimax_m2",
+            {"attn_type_list": [1, 0]},
+            "attn_type_list [1, 0]",
+            "1 in every layer, attention to all tokens",
+        ),
         ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step 2", "1, experts in every layer"),
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate false", "true"),
         (

@@ -43,7 +43,14 @@ def chosen_by_transformers(path: Path, sequences: Sequence[Sequence[int]]) -> li
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "qwen3_next", pytest.param("gpt_oss", marks=pytest.mark.nightly)]
+    "family",
+    [
+        "qwen3_moe",
+        "deepseek_v3",
+        "glm4_moe",
+        "qwen3_next",
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("gpt_oss", "minimax_m2")),
+    ],
 )
 def test_routes_are_those_of_every_token_but_the_last(family: str, tiny_model: Callable[..., Path]) -> None:
     """Prompts that are computed once for several responses, known from before, or the beginning of another one; turns;

@@ -58,6 +58,7 @@ WITH = {
         "qwen3_next",
         "qwen3_5_text",
         "gpt_oss",
+        pytest.param("minimax_m2", marks=pytest.mark.nightly),
     ],
 )
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:

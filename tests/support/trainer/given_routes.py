@@ -46,17 +46,17 @@ def routes_of(group: Group, number: int, shape: ModelShape) -> torch.Tensor:
 def following(model: PreTrainedModel, routes_TLk: torch.Tensor) -> Iterator[None]:
     """In its body the model sends each row of one sequence to these experts; rows after them choose their own."""
 
-    def of_layer(layer: int) -> Any:
+    def of_layer(layer: int, has_sigmoids: bool) -> Any:
         def hook(gate: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             hidden_TH = inputs[0].reshape(-1, inputs[0].shape[-1])
             logits_TE = F.linear(hidden_TH, gate.weight, getattr(gate, "bias", None))
             logits_or_scores, weights_Tk, chosen_Tk = output
             chosen_Tk = torch.cat([routes_TLk[:, layer], chosen_Tk[len(routes_TLk) :]])
-            if hasattr(gate, "e_score_correction_bias"):
+            if has_sigmoids:
                 weights_Tk = logits_TE.sigmoid().gather(1, chosen_Tk)
-                if gate.norm_topk_prob:
+                if getattr(gate, "norm_topk_prob", True):
                     weights_Tk = weights_Tk / (weights_Tk.sum(1, keepdim=True) + 1e-20)
-                weights_Tk = weights_Tk * gate.routed_scaling_factor
+                weights_Tk = weights_Tk * getattr(gate, "routed_scaling_factor", 1.0)
             else:
                 weights_Tk = logits_TE.softmax(1).gather(1, chosen_Tk)
                 if getattr(gate, "norm_topk_prob", True):
@@ -65,10 +65,12 @@ def following(model: PreTrainedModel, routes_TLk: torch.Tensor) -> Iterator[None
 
         return hook
 
-    routers = [getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None)) for layer in model.model.layers]
-    hooks = [
-        router.register_forward_hook(of_layer(number)) for number, router in enumerate(routers) if router is not None
-    ]
+    hooks = []
+    for number, layer in enumerate(model.model.layers):
+        router = getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None))
+        if router is not None:
+            has_sigmoids = any(hasattr(module, "e_score_correction_bias") for module in (router, layer.mlp))
+            hooks.append(router.register_forward_hook(of_layer(number, has_sigmoids)))
     assert hooks, "the model has no experts"
     try:
         yield

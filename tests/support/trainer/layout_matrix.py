@@ -119,7 +119,7 @@ LARGER = {
 DEEPSEEKS = ("deepseek_v3", "glm4_moe")
 OTHER_FAMILIES = ("granite", "ministral3", "qwen3_5_text")
 DELTA_NETS = ("qwen3_next", "qwen3_5")
-WITH_EXPERTS = (*DEEPSEEKS, "qwen3_next", "qwen3_5_moe_text", "gpt_oss")
+WITH_EXPERTS = (*DEEPSEEKS, "qwen3_next", "qwen3_5_moe_text", "gpt_oss", "minimax_m2")
 """Those with operations that the families of `cases` do not have, and of which a layout might make something else."""
 
 OTHER_NORMS = ("olmo2", "olmo3", "gemma3_text")

@@ -106,6 +106,7 @@ def test_four_ranks_stream_the_original_bytes(tiny_model: Callable[..., Path], t
         ("qwen3_5_text", True, {**TP2, **PP2}),
         ("gpt_oss", False, {**TP2, **PP2, **EP2}),
         ("gpt_oss", True, {**TP2, **CP2, "expert_parallel": 4}),
+        ("minimax_m2", False, {**TP2, **PP2, **EP2}),
     ]
     cases = [
         {"checkpoint": tiny_model(family, tied=tied), "layout": layout, "bucket_bytes": SMALL_BUCKET}

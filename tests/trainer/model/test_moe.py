@@ -32,6 +32,7 @@ NO_DENSE = {"first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "v_head_d
         ("deepseek_v3", NO_DENSE | {"norm_topk_prob": False}, "none"),
         ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 2}, "full"),
         ("glm4_moe", {"first_k_dense_replace": 0, "n_shared_experts": 1, "partial_rotary_factor": 1.0}, "none"),
+        ("minimax_m2", {"num_experts_per_tok": 2, "num_key_value_heads": 1}, "selective"),
         ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 1}, "selective"),
         ("gpt_oss", {"attention_bias": False, "swiglu_alpha": 0.7, "swiglu_limit": 0.1, "tied": True}, "full"),
     ],

@@ -46,12 +46,19 @@ def in_transformers(
     whole = torch.cat(logprobs)
     weighted(whole, 0).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return whole.detach(), dict(by_checkpoint_name(gradients))
+    return whole.detach(), dict(by_checkpoint_name(gradients, model.config.model_type))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("max_tokens", [10_000, 6])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_moe",
+        "deepseek_v3",
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("gpt_oss", "minimax_m2")),
+    ],
+)
 def test_log_probs_and_gradients_along_given_routes_equal_transformers(
     family: str,
     max_tokens: int,

@@ -379,6 +379,7 @@ def _main_weights(trainer: MegatronTrainer) -> list[torch.Tensor]:
 def test_tensors_are_classed_by_their_names() -> None:
     assert class_of("model.layers.3.mlp.experts.7.up_proj.weight") == "expert up"
     assert class_of("model.layers.12.mlp.gate.weight") == "router"
+    assert class_of("model.layers.3.block_sparse_moe.experts.10.w3.weight") == "expert up"
     assert class_of("model.layers.12.mlp.experts.down_proj_bias") == "expert down bias"
     assert class_of("model.layers.0.self_attn.k_proj.bias") == "k bias"
 

@@ -40,6 +40,7 @@ def files_of(family: str) -> ModelFiles:
         ({}, "qwen3_5_text", "is for models without linear attention, .* 'a-model' is of 'qwen3_5_text'"),
         ({}, "qwen3_moe", "is for models without experts, .* 'a-model' is of 'qwen3_moe'"),
         ({}, "gpt_oss", "is for models without experts, .* 'a-model' is of 'gpt_oss'"),
+        ({}, "minimax_m2", "is for models without experts, .* 'a-model' is of 'minimax_m2'"),
         ({}, "mistral", "is for models without windows, .* 'a-model' has sliding_window 4096"),
     ],
 )

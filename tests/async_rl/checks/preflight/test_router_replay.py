@@ -40,7 +40,7 @@ def test_what_has_no_routes_is_refused(
     require_router_replay(config_of(False, **sections), files)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2"])
 def test_models_with_experts_have_routes(family: str, tiny_model: Callable[..., Path]) -> None:
     files = ModelFiles.find(str(tiny_model(family)))
     require_router_replay(config_of(True), files)
