@@ -98,6 +98,8 @@ CLAMPED_EXPERTS = {
         "rope_theta": 1e4,
         "factor": 4.0,
         "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
         "truncate": False,
     },
 }

@@ -13,7 +13,8 @@ from async_rl.config.adapter_section import AdapterSection
 from async_rl.errors import ConfigError
 from async_rl.shared.files import replace_directory, write_failed
 from trainer.hf.checkpoint import save_tensors
-from trainer.hf.weight_map import COLUMNS, Layout, SlicedQKV, WeightEntry, weight_map
+from trainer.hf.fusions import SlicedQKV
+from trainer.hf.weight_map import COLUMNS, Layout, WeightEntry, weight_map
 from trainer.model.adapters import Adapter, Matrix, adapters_of, add_output
 from trainer.model.gpt import RankModel
 

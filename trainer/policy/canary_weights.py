@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from async_rl.shared.protocol.sender import ALL_STRENGTHS, CONSTANT
-from trainer.hf.weight_map import Fusion, Layout, WeightEntry, tied_head, weight_map
+from trainer.hf.fusions import Fusion
+from trainer.hf.weight_map import Layout, WeightEntry, tied_head, weight_map
 from trainer.model.gpt import RankModel
 from trainer.parallel import Parallel
 

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.shared.model_parts import DeltaNet, Experts
+from async_rl.shared.model_parts import ClampedGate, DeltaNet, Experts
 from async_rl.shared.model_shape import ModelShape
 from async_rl.shared.weights.stream import TensorSpec, bucket_bytes_of, messages
-from trainer.hf.weight_map import COLUMNS, EMBEDDING, ROWS, ByHead, Layout, Stacked, tied_head, weight_map
+from trainer.hf.fusions import ByHead, Stacked, Transposed
+from trainer.hf.weight_map import COLUMNS, EMBEDDING, ROWS, Layout, tied_head, weight_map
 
 SIZES = st.integers(1, 4)
 
@@ -27,6 +28,7 @@ SHAPES = [
     *(shape("qwen3_moe", tied, experts=Experts(12, 2, 12, True)) for tied in (True, False)),
     replace(shape("qwen3_next", experts=Experts(12, 2, 12, True, None, 12, 0, gates_shared=True)), delta=DELTA),
     replace(shape("qwen3_5_text", tied=True), delta=DELTA),
+    shape("gpt_oss", experts=Experts(12, 2, 12, True, clamped_gate=ClampedGate(1.7, 7.0))),
 ]
 LAYOUTS = [Layout(tp, pp, ep) for tp, pp, ep in product((1, 2, 3, 4), repeat=3)]
 LAYOUTS += [Layout(1, pp, ep, chunks) for pp, ep, chunks in ((2, 1, 2), (2, 3, 6), (3, 2, 4), (4, 1, 2), (5, 1, 2))]
@@ -65,6 +67,23 @@ def test_stacked_parts_stand_one_after_the_other(num_parts: int, size: int) -> N
     assert all(torch.equal(a, b) for a, b in zip(Stacked(num_parts).split(merged), parts, strict=True))
 
 
+@settings(max_examples=30)
+@given(SIZES, SIZES, SIZES, SIZES)
+def test_tensors_of_all_experts_are_turned_and_outputs_of_a_kind_brought_together(
+    num_experts: int, inputs: int, size: int, in_turn: int
+) -> None:
+    """Weights, and biases, which have no inputs."""
+    stored = numbered(num_experts, inputs, size * in_turn)
+    fusion = Transposed(in_turn)
+    merged = fusion.merge([stored])
+    for expert, kind, output, of in product(range(num_experts), range(in_turn), range(size), range(inputs)):
+        assert merged[expert, kind * size + output, of] == stored[expert, of, output * in_turn + kind]
+    assert torch.equal(fusion.merge([stored[:, 0]]), merged[..., 0])
+    for whole, part in ((merged, stored), (merged[..., 0], stored[:, 0])):
+        (found,) = fusion.split(whole)
+        assert torch.equal(found, part) and found.is_contiguous()
+
+
 @pytest.mark.parametrize("model", SHAPES, ids=lambda model: f"{model.family}{' tied' * model.tied}")
 def test_every_layout_has_the_weights_of_the_whole_model_once_and_in_its_order(model: ModelShape) -> None:
     whole = [(name, size) for entry in weight_map(model) for name, size in entry.hf_shapes.items()]
@@ -77,7 +96,9 @@ def test_every_layout_has_the_weights_of_the_whole_model_once_and_in_its_order(m
         assert len(set(places)) == len(places), "no rank has two weights of one name"
         assert {entry.stage for entry in entries} == set(range(layout.pp_size))
         ep_ranks = {entry.ep_rank for entry in entries} - {None}
-        assert ep_ranks == (set(range(layout.ep_size)) if model.experts else set())
+        is_named = model.experts is not None and model.experts.clamped_gate is None
+        assert ep_ranks == (set(range(layout.ep_size)) if is_named else set())
+        assert any(entry.has_experts for entry in entries) == (model.experts is not None and not is_named)
 
 
 def test_every_stage_and_every_rank_of_experts_calls_its_weights_alike() -> None:
