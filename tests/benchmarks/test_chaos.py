@@ -61,7 +61,7 @@ def test_a_run_of_programs_whose_trainer_and_workers_die_ends_as_one_without() -
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 7])
 def test_a_run_with_adapters_whose_trainer_dies_ends_as_one_without_faults(seed: int) -> None:
-    arguments = f"--adapters --trainer-kills 1 --iterations 6 --seed {seed} --minutes 1"
+    arguments = f"--adapters --trainer-kills 1 --iterations 6 --seed {seed} --minutes 3"
     figures = json.loads(make("bench-chaos", arguments, timeout_s=840).splitlines()[-1])
     assert figures["groups_trained"] == figures["groups_expected"] == 6 * PROMPTS_PER_BATCH
     assert not any(figures[key] for key in MUST_BE_ZERO)

@@ -190,6 +190,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"target_modules": "q.*"}, r"has target_modules = 'q\.\*', which is not held"),
     ({"target_modules": ["model.layers.0.mlp.up_proj"]}, r"has no '.*layers\.0\.mlp\.up_proj\.lora_A\.weight'"),
     ({"use_dora": True}, r"has use_dora = True: only False is held"),
+    ({"base_model_name_or_path": None}, r"out' does not say its base .*: name it by --model"),
     ({"base_model_name_or_path": "gone/../away/x"}, r"away/x' does not exist|say where it is now: --model"),
 ]
 """(What another adapter_config.json has, what is said of it.)"""

@@ -70,6 +70,8 @@ def export_merged(adapters: Path, target: Path, parallel: Parallel, base: str | 
         ConfigError: there is no such base, or the adapters do not fit it.
     """
     section, said = read_saved_section(adapters)
+    if not (base or said):
+        raise ConfigError(f"{str(adapters)!r} does not say its base (base_model_name_or_path): name it by --model")
     source = _find_model(base or said)
     files = ModelFiles.find(str(source), "the base", is_whole=False)
     require_saved_adapters(section, files)
