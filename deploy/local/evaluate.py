@@ -22,7 +22,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from async_rl.checks.preflight import require_sound
-from async_rl.checks.preflight.model import ModelFiles, with_room
+from async_rl.checks.preflight.model import ModelFiles
+from async_rl.checks.preflight.model_room import with_room
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed

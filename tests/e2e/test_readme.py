@@ -166,7 +166,6 @@ SMALL_BENCHMARKS = {
     "bench-shared-prompt": ("--repeats 1 --case 40 8 4", {"cases"}),
     "bench-weight-sync": ("--repeats 1 --size tiny", {"publish_s", "bare_s", "gb_per_s", "ratio"}),
     "bench-producer": (TINY_PRODUCER, {"responses_per_s", "cpu_s_per_1000", "peak_bytes", "main_thread_slowdown"}),
-    "bench-frozen-weights": ("--repeats 1 --size tiny", {"peak_bytes_device", "peak_bytes_host"}),
 }
 
 

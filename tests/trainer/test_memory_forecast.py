@@ -18,14 +18,12 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from async_rl.checks.forecast import instance_memory, memory, training_memory
 from async_rl.checks.forecast.instance_memory import store_states, store_tokens
+from async_rl.checks.forecast.rank_parameters import Shares, rank_parameters, trained_model_bytes
 from async_rl.checks.forecast.training_memory import (
-    Shares,
     delta_values_per_row,
     feed_forward_values_per_row,
     layer_values_per_row,
     micro_batch_rows,
-    rank_parameters,
-    trained_model_bytes,
 )
 from async_rl.checks.preflight.model import read_shape
 from async_rl.config.file import parse_config

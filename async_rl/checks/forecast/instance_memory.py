@@ -19,7 +19,7 @@ from async_rl.checks.forecast.memory import (
     fragmentation,
     messages_bytes,
 )
-from async_rl.checks.forecast.training_memory import WEIGHT_BYTES, WIDE_BYTES
+from async_rl.checks.forecast.rank_parameters import WEIGHT_BYTES, WIDE_BYTES
 from async_rl.config.sections import Config
 from async_rl.shared.model_shape import ModelShape
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from async_rl.checks.forecast.instance_memory import instance_memory
 from async_rl.checks.forecast.memory import ProcessMemory
-from async_rl.checks.forecast.training_memory import WEIGHT_BYTES, group_rows, rank_memory
+from async_rl.checks.forecast.rank_parameters import WEIGHT_BYTES
+from async_rl.checks.forecast.training_memory import group_rows, rank_memory
 from async_rl.checks.preflight.model import CRITIC, read_shape
 from async_rl.config.sections import Config
 from async_rl.shared.model_shape import ModelShape

@@ -17,12 +17,11 @@ from async_rl.checks.preflight.model import (
     TEACHER,
     ModelFiles,
     require_exact,
-    require_fit,
     require_other_models,
     require_router_replay,
-    require_tokens,
     require_trainable,
 )
+from async_rl.checks.preflight.model_room import require_fit, require_tokens
 from async_rl.checks.preflight.reward import require_reward, require_time_for_tests
 from async_rl.checks.preflight.reward_rows import require_answers, require_columns, require_parts_of_rows
 from async_rl.checks.preflight.user_file import require_algorithm, require_program

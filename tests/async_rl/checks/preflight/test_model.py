@@ -10,11 +10,9 @@ from async_rl.checks.preflight import find_faults, find_missing_files
 from async_rl.checks.preflight.model import (
     ModelFiles,
     find_checkpoint,
-    require_fit,
-    require_tokens,
     require_trainable,
-    with_room,
 )
+from async_rl.checks.preflight.model_room import require_fit, require_tokens, with_room
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.checks.forecast.training_memory import Shares, rank_parameters
+from async_rl.checks.forecast.rank_parameters import Shares, rank_parameters
 from async_rl.checks.preflight.model import read_shape
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.shared.model_shape import ModelShape
