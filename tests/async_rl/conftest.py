@@ -1,7 +1,6 @@
 """Scripted instances in processes of their own, pools and fleet endpoints, and an event loop for all of them."""
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ from async_rl.shared.event_loop import EventLoopThread
 from tests.support.fleet_endpoint import Endpoint
 from tests.support.pools import Pools
 from tests.support.scripted_processes import ScriptedInstance, running
+from tests.support.waiting import wait_for
 
 # torch's store looks up its peers' names; a name server that drops a question shall not cost 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -103,12 +103,4 @@ def serve(loop: EventLoopThread) -> Iterator[Callable[..., Endpoint]]:
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], None]:
-    """Waits until a condition holds; fails where it does not within a minute, which is a hang on any machine."""
-
-    def wait(holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not holds():
-            assert time.monotonic() < deadline, "it did not come to hold within 60 s"
-            time.sleep(0.02)
-
-    return wait
+    return wait_for

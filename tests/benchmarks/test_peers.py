@@ -4,8 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,6 +16,7 @@ from benchmarks.peers.processes import Mark
 from benchmarks.peers.sides import Speed, run_ours, speed_between
 from benchmarks.peers.work import EMBEDDED
 from tests.support import ROOT
+from tests.support.waiting import wait_for
 
 TINY = Case.parse("tiny:20:2:2")
 END_TIMEOUT_S = 20.0
@@ -79,7 +78,7 @@ def test_signal_leaves_no_process(tmp_path: Path, number: signal.Signals) -> Non
     command = [sys.executable, "-m", "benchmarks.peers", "--json", "--trl-python", str(program)]
     benchmark = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
     try:
-        wait_until(pids.exists)
+        wait_for(pids.exists)
         tree = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
         tree += psutil.Process(benchmark.pid).children(recursive=True)
         benchmark.send_signal(number)
@@ -88,10 +87,3 @@ def test_signal_leaves_no_process(tmp_path: Path, number: signal.Signals) -> Non
     finally:
         benchmark.kill()
         benchmark.communicate()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -6,7 +6,6 @@ import logging
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +17,7 @@ from async_rl.errors import ConfigError, FleetLost
 from inference_service import registration as registration_module
 from inference_service.registration import FIRST_INTERVAL_S, LEAVING_INTERVAL_S, Registration, default_name
 from tests.support.clock import Clock
+from tests.support.waiting import wait_for
 
 OWN_URL = "http://127.0.0.1:9"
 
@@ -78,14 +78,6 @@ def fleet() -> Iterator[Fleet]:
     yield fleet
     fleet.leave = True
     fleet.close()
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """A minute is a hang, however busy the machine is."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
 
 
 class Waits(Clock):

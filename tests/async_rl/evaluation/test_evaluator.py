@@ -1,5 +1,4 @@
 import concurrent.futures
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from async_rl.rollouts.rewards import Reward, make_reward
 from async_rl.shared.event_loop import EventLoopThread
 from benchmarks.common.local_producer import LocalProducer as Producer
 from tests.support.groups import make_response
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -123,13 +123,6 @@ def a_set(name: str, size: int, *, slow: Sequence[int] = (), num_samples: int = 
 def places(instance: Any) -> list[int]:
     """Which prompts an instance was asked for, in order."""
     return [request["token_ids"][1] - 10 for request in instance.seen()["requests"]]
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.01)
 
 
 def test_every_prompt_of_every_set_is_sampled_and_scored_with_one_version(instances, make_stage) -> None:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import threading
-import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from async_rl.shared.protocol import inference, token_frames
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -66,13 +66,6 @@ def joined(lists: Iterable[list[Any]]) -> list[Any]:
 
 def body_of(**params: Any) -> dict[str, Any]:
     return {"token_ids": PROMPT, "sampling_params": {"logprobs": 0, "seed": 7, **params}}
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from async_rl.shared.event_loop import EventLoopThread
 from inference_service.vllm.command import Command
 from inference_service.vllm.scratch import PREFIX, SEGMENTS_FILE, Scratch
 from inference_service.vllm.server import VllmProcess, supervise
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -96,13 +97,6 @@ def command(started: Path, port: int) -> Callable[[str], Command]:
     return lambda how: Command((sys.executable, "-c", STAND_IN, str(started), how, str(port)), os.environ)
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to hold within 30 s"
-        time.sleep(0.02)
-
-
 def assert_gone(processes: Sequence[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
@@ -133,7 +127,7 @@ def test_a_server_that_ends_by_itself_is_an_error_and_leaves_no_worker(
     command: Callable[[str], Command], started: Path, scratch: Scratch
 ) -> None:
     with pytest.raises(ProcessFailed, match="exit code 7"), VllmProcess(command("dies"), scratch) as vllm:
-        wait_until(started.exists)
+        wait_for(started.exists)
         worker = psutil.Process(int(started.read_text()))
         vllm.wait_until(lambda: False)
     assert_gone([worker])
@@ -148,7 +142,7 @@ def test_a_server_that_closes_its_listener_and_hangs_is_killed_soon(
     # Far less than the 150 s for which vLLM was seen to hang, and than SIGTERM and its grace would take on top.
     assert time.monotonic() - begun_s < 30
     worker = int(started.read_text())
-    wait_until(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory has names in /dev/shm on Linux only")
@@ -159,7 +153,7 @@ def test_what_a_killed_vllm_leaves_is_removed_by_the_next_start_and_its_own_at_i
     arguments = [sys.executable, "-c", SUPERVISOR, f"http://127.0.0.1:{port}", "", *command("litters").argv]
     env = {**os.environ, "TMPDIR": str(place)}
     first = subprocess.Popen(arguments, env=env)
-    wait_until(lambda: started.exists() and any(place.glob(f"{PREFIX}*/{SEGMENTS_FILE}")))
+    wait_for(lambda: started.exists() and any(place.glob(f"{PREFIX}*/{SEGMENTS_FILE}")))
     segment = Path("/dev/shm") / started.with_suffix(".segment").read_text()
     family = psutil.Process(first.pid).children(recursive=True)
     # At once, as none may see the end of another: the server would end in order, and the tracker remove its segments.
@@ -174,7 +168,7 @@ def test_what_a_killed_vllm_leaves_is_removed_by_the_next_start_and_its_own_at_i
     assert len(list(left.iterdir())) == 2 and segment.exists()
     started.unlink()
     second = subprocess.Popen(arguments, env=env)
-    wait_until(started.exists)
+    wait_for(started.exists)
     assert not left.exists() and not segment.exists()
     second.send_signal(signal.SIGTERM)
     assert second.wait(30) == 0
@@ -186,7 +180,7 @@ def test_what_a_killed_vllm_leaves_is_removed_by_the_next_start_and_its_own_at_i
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's death")
 def test_a_killed_supervisor_takes_the_server_with_it(command: Callable[[str], Command], started: Path) -> None:
     supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISOR, "http://127.0.0.1:1", "", *command("obeys").argv])
-    wait_until(started.exists)
+    wait_for(started.exists)
     (server,) = psutil.Process(supervisor.pid).children()
     supervisor.kill()
     supervisor.wait()
@@ -216,13 +210,13 @@ def test_a_server_leaves_its_fleet_before_it_ends(
     fleet, fleet_url = pool
     url = f"http://127.0.0.1:{port}"
     supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISOR, url, fleet_url, *command("obeys").argv])
-    wait_until(lambda: bool(fleet.members))
+    wait_for(lambda: bool(fleet.members))
     (member,) = fleet.members
     assert (member.name, member.url) == ("stand-in", url)
     worker = psutil.Process(int(started.read_text()))
     if who == "a signal":
         supervisor.send_signal(signal.SIGTERM)
-        wait_until(lambda: member.state == "draining")
+        wait_for(lambda: member.state == "draining")
         assert supervisor.poll() is None and worker.is_running(), "it goes on answering until it may leave"
     fleet.remove("stand-in")
     assert supervisor.wait(30) == 0

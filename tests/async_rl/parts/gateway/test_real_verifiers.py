@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from tests.support.agent_tokenizer import VOCAB_SIZE, make_agent_tokenizer
 from tests.support.gateway_rig import VERSION, GatewayRig, gateway_rig
 from tests.support.parts import needs_part
 from tests.support.tiny_model import make_tiny_model
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.agents, pytest.mark.distributed, needs_part("environments")]
 
@@ -171,13 +171,6 @@ def descendants(word: str) -> list[psutil.Process]:
     return found
 
 
-def wait_until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
@@ -215,7 +208,7 @@ def test_a_rollout_that_is_cancelled_leaves_no_process_of_its_agent(stage: Stage
     stage.play()
     with pytest.raises(TimeoutError):
         stage.play_all({"fault": "process"}, within_s=5.0)
-    wait_until(lambda: not descendants("987654"))
+    wait_for(lambda: not descendants("987654"))
     assert stage.play()[0].reward == pytest.approx(3.1)
 
 
@@ -225,7 +218,7 @@ def test_a_process_that_is_lost_fails_its_rollouts_and_another_one_plays_the_nex
     threading.Timer(2.0, service.kill).start()
     with pytest.raises(ProgramFailed, match=r"the process of .*env.toml failed"):
         stage.play(fault="process")
-    wait_until(lambda: not is_alive(service.pid))
+    wait_for(lambda: not is_alive(service.pid))
     assert stage.play()[0].reward == pytest.approx(3.1)
     assert [each.pid for each in stage.services()] != [service.pid]
 
@@ -293,7 +286,7 @@ def test_a_harness_of_verifiers_with_a_tool_is_one_sequence_of_two_turns(tmp_pat
         left = [service.pid, *(each.pid for each in service.children(recursive=True))]
         (folder,) = (Path(word).parent for word in service.cmdline() if word.endswith("/socket"))
         assert len(left) > 1 and folder.exists()
-    wait_until(lambda: not any(map(is_alive, left)))
+    wait_for(lambda: not any(map(is_alive, left)))
 
 
 def test_the_rows_of_the_example_are_its_tasks() -> None:

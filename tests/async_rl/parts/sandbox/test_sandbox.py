@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from async_rl.parts.sandbox import Limits, Outcome, Program, Sandbox, open_sandbox
 from tests.support.hostile_programs import DAEMON
 from tests.support.sandbox_worker import processes_with
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -117,13 +117,6 @@ print(before, pathlib.Path("name").read_text())
 
     outcomes = asyncio.run(all_of_them())
     assert [outcome.stdout.decode() for outcome in outcomes] == [f"['program.py'] {i}\n" for i in range(100)]
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + SOON_S
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def test_a_cancelled_call_leaves_nothing(sandbox: Sandbox) -> None:

@@ -20,6 +20,7 @@ from async_rl.shared.weights.sender import WeightSource
 from async_rl.shared.weights.stream import TensorSpec
 from tests.support.publishing import PROMPT, SPECS, Publishing, StreamPublisher, publish, stream, sums
 from tests.support.scripted_instance import sample
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -68,13 +69,6 @@ def register(loop: EventLoopThread, pool: InferencePool, instance: Any, name: st
         return pool.register(instance.url, name, boot_id)
 
     return loop.run(call())
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def test_instances_read_a_snapshot_without_any_weight_group(
@@ -151,7 +145,7 @@ def test_a_publish_waits_for_an_instance_that_registers_later(
     publisher, pool = make_publisher(wait_s=DEADLINE_S)
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(publish, publisher, "run-0", 4.0)
-        wait_until(lambda: "the publish waits" in caplog.text)
+        wait_for(lambda: "the publish waits" in caplog.text)
         assert not call.done()
         register(loop, pool, well[0])
         assert call.result(timeout=DEADLINE_S) == (well[0].url,)
@@ -192,7 +186,7 @@ def test_a_publish_that_loses_its_last_instance_waits_for_another(
 
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(publisher.publish, "run-0", die_amid)
-        wait_until(lambda: "lost every instance" in caplog.text)
+        wait_for(lambda: "lost every instance" in caplog.text)
         register(loop, pool, well[0])
         assert call.result(timeout=DEADLINE_S).instances == (well[0].url,)
     assert well[0].sums() == sums(5.0)
@@ -218,7 +212,7 @@ def test_instances_that_leave_amid_a_publish_are_waited_for_like_lost_ones(
 
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(publisher.publish, "run-0", leave_amid)
-        wait_until(lambda: "lost every instance" in caplog.text)
+        wait_for(lambda: "lost every instance" in caplog.text)
         assert not call.done()
         register(loop, pool, well[1])
         assert call.result(timeout=DEADLINE_S).instances == (well[1].url,)
@@ -233,7 +227,7 @@ def test_a_bad_first_instance_does_not_end_the_wait_for_a_good_one(
     well[0].rescript(refuse="update")
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(publish, publisher, "run-0", 3.0)
-        wait_until(lambda: "the publish waits" in caplog.text)
+        wait_for(lambda: "the publish waits" in caplog.text)
         assert not call.done()
         register(loop, pool, well[1])
         assert call.result(timeout=DEADLINE_S) == (well[1].url,)
@@ -336,7 +330,7 @@ def test_a_late_joiner_loads_the_snapshot_and_serves_in_the_middle_of_a_period(
     loop.run(pool.wait_until_ready())
     publish(publisher, "run-0", 7.0)
     late = register(loop, pool, well[1])
-    wait_until(lambda: late.serves("run-0"))
+    wait_for(lambda: late.serves("run-0"))
     assert well[1].sums() == sums(7.0)
     assert set(publish(publisher, "run-1", 8.0)) == {well[0].url, well[1].url}
     assert [instance.sums() for instance in well] == [sums(8.0)] * 2
@@ -350,7 +344,7 @@ def test_a_late_joiner_that_fails_stays_out_until_the_next_publish(
     publish(publisher, "run-0")
     well[1].rescript(hang="update")
     late = register(loop, pool, well[1])
-    wait_until(lambda: "within 1 s" in (late.reason or ""))
+    wait_for(lambda: "within 1 s" in (late.reason or ""))
     well[1].rescript(hang=None)
     assert set(publish(publisher, "run-1", 2.0)) == {well[0].url, well[1].url}
     assert well[1].sums() == sums(2.0)
@@ -364,7 +358,7 @@ def test_a_late_joiner_that_must_be_compared_waits_for_the_next_publish(
     publish(publisher, "run-0")
     well[1].rescript(owner="vllm")
     late = register(loop, pool, well[1])
-    wait_until(lambda: "compared with the trainer" in (late.reason or ""))
+    wait_for(lambda: "compared with the trainer" in (late.reason or ""))
     assert "/pause" not in well[1].seen()["calls"][-5:]
     assert set(publish(publisher, "run-1", score=Scorer())) == {well[0].url, well[1].url}
 
@@ -404,7 +398,7 @@ def test_an_instance_whose_log_probs_are_not_the_trainers_leaves_service_until_t
         assert any(words in reason for words in both) and f"gives {num} of {num} tokens of the probe" in reason
     # It says that it holds the version, and must not come back for that.
     seen_s = pool.members[1].last_seen_s
-    wait_until(lambda: pool.members[1].last_seen_s > seen_s + 2.5)
+    wait_for(lambda: pool.members[1].last_seen_s > seen_s + 2.5)
     assert pool.members[1].state == "stale"
     well[1].rescript(shift=-0.4)
     assert publish(publisher, "run-1", score=Scorer()) == tuple(instance.url for instance in well)

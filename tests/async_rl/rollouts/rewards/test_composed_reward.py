@@ -2,17 +2,16 @@
 
 import ssl
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from async_rl.config.reward_section import RewardSection
 from async_rl.errors import ConfigError, RewardError
 from async_rl.method.types import Prompt, Scores
-from async_rl.rollouts.rewards import Reward, make_reward
+from async_rl.rollouts.rewards import Reward
 from async_rl.shared.event_loop import EventLoopThread
 from tests.support.groups import text_responses
 from tests.support.json_service import JsonService, running
@@ -34,20 +33,6 @@ def huge(prompt, responses, row):
 def hangs(prompt, responses, row):
     time.sleep(3600)
 """
-
-
-@pytest.fixture
-def started(loop: EventLoopThread) -> Iterator[Callable[..., Reward]]:
-    rewards: list[Reward] = []
-
-    def start(**section: Any) -> Reward:
-        rewards.append(make_reward(RewardSection.model_validate(section)))
-        loop.run(rewards[-1].start())
-        return rewards[-1]
-
-    yield start
-    for reward in rewards:
-        loop.run(reward.close())
 
 
 def lengths(body: Any) -> Any:

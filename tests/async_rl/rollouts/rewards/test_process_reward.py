@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -156,18 +155,9 @@ async def crowded(prompt, responses, row):
 
 
 @pytest.fixture
-def flaky(tmp_path: Path, loop: EventLoopThread) -> Iterator[Callable[..., Reward]]:
+def flaky(tmp_path: Path, started: Callable[..., Reward]) -> Callable[..., Reward]:
     (tmp_path / "flaky.py").write_text(FLAKY)
-    rewards: list[Reward] = []
-
-    def start(function: str, **options: Any) -> Reward:
-        rewards.append(make_reward(RewardSection(name=f"python:{tmp_path / 'flaky.py'}:{function}", **options)))
-        loop.run(rewards[-1].start())
-        return rewards[-1]
-
-    yield start
-    for reward in rewards:
-        loop.run(reward.close())
+    return lambda function, **options: started(f"python:{tmp_path / 'flaky.py'}:{function}", **options)
 
 
 def test_retry_makes_a_failed_call_again_so_often_and_no_more(

@@ -1,5 +1,5 @@
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +49,6 @@ def user_file(tmp_path: Path) -> Path:
     path = tmp_path / "my_reward.py"
     path.write_text(USER_FILE)
     return path
-
-
-@pytest.fixture
-def started(loop: EventLoopThread) -> Iterator[Callable[..., Reward]]:
-    rewards: list[Reward] = []
-
-    def start(name: str, **options: Any) -> Reward:
-        rewards.append(make_reward(RewardSection(name=name, **options)))
-        loop.run(rewards[-1].start())
-        return rewards[-1]
-
-    yield start
-    for reward in rewards:
-        loop.run(reward.close())
 
 
 def test_a_built_in_reward_scores_in_its_worker(started: Callable[..., Reward], loop: EventLoopThread) -> None:

@@ -17,6 +17,7 @@ from async_rl.errors import Fenced, RunDirInUse, WriteFailed
 from async_rl.shared.locks.lease import LEASE_DIR, Lease, read_term, take_lease
 from async_rl.shared.locks.process_identity import has_died, this_process
 from tests.support.clock import Clock
+from tests.support.waiting import wait_for
 
 TTL_S = 20.0
 
@@ -211,11 +212,6 @@ def num_renewals(run_dir: Path) -> int:
     """0 while its file is being written."""
     term = read_term(run_dir)
     return 0 if term is None else term.renewals
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    while not holds():
-        time.sleep(0.01)
 
 
 def test_a_file_system_that_is_away_for_a_moment_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

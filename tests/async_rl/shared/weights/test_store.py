@@ -18,6 +18,7 @@ from async_rl.shared.weights.store_wire import NotInvited
 from async_rl.shared.weights.stream import WeightGroup
 from tests.support.lost_store import lose
 from tests.support.open_files import room_for_files
+from tests.support.waiting import wait_for
 
 HOST = "127.0.0.1"
 SECRET = "of this meeting" * 3
@@ -29,13 +30,6 @@ def server() -> Iterator[StoreServer]:
     server = StoreServer(HOST, SECRET)
     yield server
     server.close()
-
-
-def wait_until(condition: object) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_it_listens_at_the_address_that_was_asked_for_and_nowhere_else() -> None:
@@ -95,7 +89,7 @@ def test_a_member_learns_of_the_end_without_a_request(server: StoreServer) -> No
         host.set("b", "1")
         assert waiting.result() == b"1" and not member.has_ended()
     server.close()
-    wait_until(member.has_ended)
+    wait_for(member.has_ended)
     assert host.has_ended() and member.has_ended()
     member.close()
     assert member.has_ended()
@@ -197,7 +191,7 @@ def test_silent_strangers_keep_no_member_out_for_as_long_as_they_may_be_silent(s
         begun = time.monotonic()
         assert join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S).check([])
         assert time.monotonic() - begun < weight_store.PROOF_TIMEOUT_S / 2
-    wait_until(lambda: len(server._strangers) <= MAX_STRANGERS)
+    wait_for(lambda: len(server._strangers) <= MAX_STRANGERS)
     for each in silent:
         each.close()
 
