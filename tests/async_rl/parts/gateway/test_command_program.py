@@ -93,7 +93,7 @@ def test_an_agent_that_fails_is_a_failure_with_the_end_of_its_standard_error(run
 def test_an_agent_that_cannot_be_started_is_a_failure_with_its_remedy(run, num_files: int) -> None:
     """Whether there is no room for the file with its prompt, or for its pipes."""
     run("ask()")
-    too_many = r"cannot be started: .*Too many open files.*; lower rollout\.max_conc"
+    too_many = r"cannot be started: .*Too many open files.*; lower rollout\.options\.max_conc"
     with pytest.raises(ProgramFailed, match=too_many):
         run("ask()", num_files=num_files)
 
