@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from async_rl.config.prompts_section import SOURCES, Columns
+from async_rl.config.prompts_section import Columns
 from async_rl.config.section import Section
 
 
@@ -11,7 +11,7 @@ class EvaluationSet(Section):
     training."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="as its figures are called")
-    source: str = Field(description=f"{SOURCES}, or held-out: the rows of prompts.held_out")
+    source: str = Field(description="as prompts.source, or held-out: the rows of prompts.held_out")
     columns: Columns | None = Field(None, description="as those of prompts, which are the default")
     num_samples: int = Field(1, ge=1, le=1024, description="k: rollouts per prompt, for pass@1 and pass@k")
     max_prompts: int | None = Field(None, ge=1, description="take the first so many rows only")

@@ -53,9 +53,9 @@ class MixturePart(Section):
     """`[[prompts.mixture]]`: one of several sources of prompts."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="of the part, in prompt ids and metrics")
-    source: str = Field(description=SOURCES)
+    source: str = Field(description="as prompts.source")
     weight: float = Field(1.0, gt=0, le=1e6, description="its share of the prompts, relative to the other parts")
-    columns: Columns = Field(default_factory=dict, description=COLUMNS)
+    columns: Columns = Field(default_factory=dict, description="as prompts.columns")
     system_prompt: str | None = Field(None, description="by default prompts.system_prompt")
     stop: tuple[StopText, ...] = Field(
         (), max_length=MAX_STOPS, description="texts that end a response, besides rollout.stop"
@@ -67,7 +67,7 @@ class MixturePart(Section):
     reward: tuple[str, ...] = Field(
         (), description="the part of the reward, or the list of parts, that score its rows; by default as reward.column"
     )
-    task_options: dict[str, Any] = Field(default_factory=dict, description=TASK_OPTIONS)
+    task_options: dict[str, Any] = Field(default_factory=dict, description="as prompts.task_options")
 
     @field_validator("reward", mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.keys import default_of
 from async_rl.config.prompts_section import MixturePart
-from async_rl.config.reward_section import OPTIONS, RewardPart, RewardSettings
+from async_rl.config.reward_section import OPTIONS, HTTPOptions, JudgeOptions, RewardPart, RewardSettings
 from async_rl.config.rollout_section import ProgramOptions
 from async_rl.config.sections import Config
 from tests.support import ROOT
@@ -147,8 +147,10 @@ def names_of(group: Mapping[str, str]) -> list[str]:
 def options_of_rewards() -> Iterator[str]:
     """`[reward.options]`, a table for each kind of reward that has some."""
     for name, model in OPTIONS.items():
-        rows = [row(key, field) for key, field in model.model_fields.items()]
-        yield f'## [reward.options] of reward.name = "{name}"\n\n{table(rows)}'
+        inherited = HTTPOptions.model_fields.keys() if model is JudgeOptions else set[str]()
+        rows = [row(key, field) for key, field in model.model_fields.items() if key not in inherited]
+        besides = ', besides those of "http"' if inherited else ""
+        yield f'## [reward.options] of reward.name = "{name}"{besides}\n\n{table(rows)}'
 
 
 def table(rows: list[str]) -> str:
