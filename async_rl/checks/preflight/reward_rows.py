@@ -7,9 +7,9 @@ from async_rl.checks.preflight.user_file import PREFIX, require_function, signat
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.rollouts.data.evaluation_prompts import HELD_OUT, prompts_of_set
+from async_rl.rollouts.data.numbered_rows import checked_rows
 from async_rl.rollouts.data.part import SourcePart, parts_of
 from async_rl.rollouts.data.prompts import first_rows
-from async_rl.rollouts.data.table_files import checked_rows
 from async_rl.rollouts.rewards.readable_answers import ANSWERS
 from async_rl.rollouts.rewards.row_parts import labels_of
 from async_rl.rollouts.rewards.signatures import lacking

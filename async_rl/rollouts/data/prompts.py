@@ -24,13 +24,14 @@ from async_rl.errors import ConfigError
 from async_rl.method.seeds import mixed_places
 from async_rl.method.types import NO_CHECK, AnswerCheck, Batch, Prompt
 from async_rl.rollouts.data.cache import PromptCache
+from async_rl.rollouts.data.numbered_rows import checked_rows
 from async_rl.rollouts.data.order import PartOrder, Schedule, shares_of
 from async_rl.rollouts.data.part import SourcePart, parts_of
 from async_rl.rollouts.data.prompt_sequence import PromptSequence
 from async_rl.rollouts.data.prompt_table import PromptTable
 from async_rl.rollouts.data.rendering import CLOCK, Tokenizer, asks_the_clock, conversation_of
 from async_rl.rollouts.data.row import Row
-from async_rl.rollouts.data.table_files import LoadedPart, checked_rows
+from async_rl.rollouts.data.table_files import LoadedPart
 from async_rl.rollouts.data.task_rows import REASONING_GYM
 
 Indices = Sequence[int]
