@@ -22,33 +22,57 @@ class ModelSize:
     Attributes:
         num_layer_parameters: weights of matrix products that each row passes, of experts those that it uses.
         num_output_parameters: weights of the output layer, which only sampled tokens pass.
-        attention_width: layers with attention * heads * head dimension.
+        attention_width: layers that attend to all tokens * heads * head dimension.
+        windowed_width: the same of layers that attend to the last `window` tokens.
+        state_products: of gated delta nets, products of a row with their states: three of each of a state's numbers.
     """
 
     num_layer_parameters: int
     num_output_parameters: int
     attention_width: int
+    windowed_width: int = 0
+    window: int | None = None
+    state_products: int = 0
 
     @classmethod
     def of(cls, shape: ModelShape) -> "ModelSize":
-        """Weights of matrix products only: norms, biases, convolutions, the look-up of embeddings and the states of
-        gated delta nets take few FLOPs."""
+        """Matrix products only: norms, biases, convolutions and the look-up of embeddings take few FLOPs.
+
+        Of a gated delta net (arXiv 2412.06464) those of its recurrence, with a state of key dimension * value
+        dimension for each value head: it is read by the key, what it becomes is added, and it is read by the query.
+        Computing by chunks takes more.
+        """
+        # Of the product of queries and keys, and of that with values.
+        width = shape.num_heads * (shape.head_dim + shape.value_dim) // 2
+        num_windowed, delta = len(shape.windowed_layers), shape.delta
+        state = len(delta.layers) * delta.num_value_heads * delta.key_dim * delta.value_dim if delta else 0
         return cls(
             num_layer_parameters=shape.attention_products + shape.feed_forward_products,
             num_output_parameters=shape.hidden_size * shape.vocab_size,
-            # Of the product of queries and keys, and of that with values.
-            attention_width=shape.num_attention_layers * shape.num_heads * (shape.head_dim + shape.value_dim) // 2,
+            attention_width=(shape.num_attention_layers - num_windowed) * width,
+            windowed_width=num_windowed * width,
+            window=shape.window,
+            state_products=3 * state,
         )
 
     def forward_flops(self, row: GroupProof) -> float:
-        """Of one group: 2 * (layer parameters * rows + output parameters * sampled tokens) + 4 * width * pairs.
+        """Of one group: 2 * (layer and state products * rows + output parameters * sampled tokens) + 4 * width * pairs.
 
-        Pairs of a query and a key, with p prompt tokens and rollouts of r tokens: p^2 / 2 + sum(r * p + r^2 / 2).
+        Pairs of a query and a key of n tokens in a row: n^2 / 2, or w^2 / 2 + (n - w) * w in a window of w < n. Of a
+        group with p prompt tokens and rollouts of r tokens: pairs(p) + sum(pairs(p + r) - pairs(p)).
         """
         prompt, sampled = row.num_prompt_tokens, row.num_response_tokens
-        pairs = prompt**2 / 2 + sampled * prompt + sum(length**2 for length in row.rollout_lengths) / 2
-        products = self.num_layer_parameters * (prompt + sampled) + self.num_output_parameters * sampled
-        return 2.0 * products + 4.0 * self.attention_width * pairs
+
+        def pairs(window: int | None) -> float:
+            def of(num_tokens: int) -> float:
+                free = num_tokens if window is None else min(num_tokens, window)
+                return free**2 / 2 + (num_tokens - free) * free
+
+            return of(prompt) + sum(of(prompt + length) - of(prompt) for length in row.rollout_lengths)
+
+        products = (self.num_layer_parameters + self.state_products) * (prompt + sampled)
+        attention = self.attention_width * pairs(None) + self.windowed_width * pairs(self.window)
+        return 2.0 * (products + self.num_output_parameters * sampled) + 4.0 * attention
 
 
 @dataclass(frozen=True, slots=True)
