@@ -2,8 +2,8 @@
 
 `Trainer` is implemented on Megatron by `trainer`, `PromptBatches` by `async_rl.rollouts.data.prompts` and
 `RolloutSource` by `async_rl.producer.client`. Every training rank runs this same loop; the leader of each data-parallel
-replica gets groups of each batch from the producer, which gives each to one replica, and the replica's other ranks get
-them from it.
+replica gets groups of each batch from the producer, which gives each to one replica, or a long one in pieces to
+several, and the replica's other ranks get them from it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from async_rl.config.train_section import TrainSection
 from async_rl.errors import ProducerLost, WaitTimedOut, WriteFailed
-from async_rl.method.group_proof import GroupProof
+from async_rl.method.group_proof import GroupProof, join_pieces
 from async_rl.method.ledger import Ledger
 from async_rl.method.selection.finished_groups import FinishedGroups
 from async_rl.method.step_stats import StepStats
@@ -21,7 +21,7 @@ from async_rl.method.types import Batch, Group, Publication, WeightVersion
 from async_rl.records.recorder import Recorder
 
 Window = Sequence[Sequence[Group]]
-"""Micro-batches that are trained together, each made of whole groups."""
+"""Micro-batches that are trained together, each made of whole groups, or of pieces of long ones."""
 
 
 class Trainer(Protocol):
@@ -104,7 +104,7 @@ def train(
                         for window in trainer.windows(order):
                             with record.training(window):
                                 rows += trainer.accumulate(window)
-                    rows = trainer.gather([*rows, *order.left_out()])
+                    rows = join_pieces(trainer.gather([*rows, *order.left_out()]))
                     recorder.write_groups(record, rows)
                     ledger.require_on_policy(mini_batch, publication, rows, trainer.num_replicas)
                     with record.timed("step_s"):

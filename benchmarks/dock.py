@@ -35,7 +35,8 @@ from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Batch, Group, Prompt, Response, WeightSpan
 from async_rl.producer.batch_rollout import BatchRollout, BatchStarts
 from async_rl.producer.client import RemoteRolloutSource
-from async_rl.producer.dock import Docking, num_tokens
+from async_rl.producer.cutting import num_tokens
+from async_rl.producer.dock import Docking
 from async_rl.producer.frames import Message
 from async_rl.producer.process import ProducerAddress
 from async_rl.producer.server import ProducerServer

@@ -1,6 +1,7 @@
 """Memory and traffic of one long response where ranks share its rows, or its tensors.
 
     python -m benchmarks.long_context --json [--tokens N] [--ranks 1,2,4] [--recompute full] [--without-products]
+    python -m benchmarks.long_context --json [--tokens N] --pieces
 
 A random model of `LAYERS` layers accumulates one group: a short prompt, a response of N tokens and a short one. Each
 form runs in processes of its own: alone, `trainer.context_parallel`, and `trainer.tensor_parallel`. The last line is a
@@ -13,6 +14,10 @@ JSON list with an object per form:
   collective of `LAYERS` and `LAYERS` + 1 layers, with the traffic of a ring for gathers and sums; `formula_bytes` is
   what docs/long_context.md says.
 - `seconds`: of one window, with all ranks on this machine.
+
+With `--pieces` two replicas train one group of `PIECES_OF` responses with N tokens together: one of them the whole
+group, and both a half, in turn. `seconds` are the least of `REPEATS`, `cpu_s` the least of the slower replica's
+processor, which other programs of the machine do not lengthen.
 """
 
 import argparse
@@ -38,6 +43,7 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.method.pieces import cut
 from async_rl.method.types import Group
 from benchmarks.common.memory import allocated
 from benchmarks.common.random_group import random_group
@@ -53,6 +59,7 @@ PROMPT_TOKENS, SHORT_TOKENS = 64, 16
 SHORT_WINDOW = 2048
 """Response tokens of the windows in which bytes are counted: they are proportional to its rows."""
 FLOAT_BYTES = 4
+PIECES, PIECES_OF, REPEATS = "pieces", 8, 5
 
 Traffic = Callable[[int, int, int], int]
 """(bytes in, bytes out, ranks) of a collective -> bytes that a rank sends."""
@@ -185,9 +192,36 @@ def measure(form: str, num_tokens: int, recompute: str, models: Path, *, with_pr
     return result
 
 
-def measure_all(ranks: list[int], options: list[str]) -> Iterator[dict[str, Any]]:
-    """Each form in its own processes, one form after the other; `options` of this program go to each."""
-    forms = [(form, number) for number in ranks for form in ("context_parallel", "tensor_parallel")]
+def measure_pieces(num_tokens: int, models: Path) -> dict[str, Any]:
+    """One rank of two, each of which is a replica."""
+    section = TrainerSection(micro_batch_tokens=num_tokens // PIECES_OF * 2)
+    parallel = init_parallel(choose_device("cpu"), 0, section)
+    trainer = make_trainer(parallel, section, models / str(LAYERS))
+    torch.manual_seed(0)
+    group = random_group(PROMPT_TOKENS, num_tokens // PIECES_OF, PIECES_OF, VOCAB)
+    halves = cut(group, PIECES_OF // 2)
+    own = {"whole": [[group], []][parallel.dp_rank], PIECES: [halves[parallel.dp_rank]]}
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in own}
+    for way in list(own) * REPEATS:
+        parallel.gather_json(None)
+        began, began_cpu = time.perf_counter(), time.process_time()
+        if own[way]:
+            trainer.accumulate([own[way]])
+        cpu_s = max(parallel.gather_json(time.process_time() - began_cpu))
+        found[way].append((time.perf_counter() - began, cpu_s))
+        trainer.discard()
+    parallel.close()
+    least = {way: tuple(map(min, zip(*times, strict=True))) for way, times in found.items()}
+    return {
+        "form": PIECES,
+        "tokens": num_tokens,
+        "seconds": {way: round(seconds, 2) for way, (seconds, _) in least.items()},
+        "cpu_s": {way: round(cpu_s, 2) for way, (_, cpu_s) in least.items()},
+    }
+
+
+def measure_all(forms: list[tuple[str, int]], options: list[str]) -> Iterator[dict[str, Any]]:
+    """Each form and number of ranks in its own processes, one after the other; `options` of this program go to each."""
     with tempfile.TemporaryDirectory() as models:
         save_models(Path(models))
         for form, number in forms:
@@ -208,10 +242,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384, help="of the long response (default: %(default)s)")
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks (default: %(default)s)")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    parser.add_argument("--pieces", action="store_true", help="one long group on two replicas, whole and in pieces")
     parser.add_argument("--form", help=argparse.SUPPRESS)
     parser.add_argument("--models", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--without-products", action="store_true", help="zeros in place of attention's products")
     options = parser.parse_args()
+    if options.form == PIECES:
+        result = measure_pieces(options.tokens, options.models)
+        if os.environ["RANK"] == "0":
+            print(json.dumps(result))
+        return
     if options.form is not None:
         others = (options.tokens, options.recompute, options.models)
         result = measure(options.form, *others, with_products=not options.without_products)
@@ -219,7 +259,8 @@ def main() -> None:
             print(json.dumps(result))
         return
     ranks = [int(number) for number in options.ranks.split(",")]
-    print(json.dumps(list(measure_all(ranks, sys.argv[1:]))))
+    forms = [(form, number) for number in ranks for form in ("context_parallel", "tensor_parallel")]
+    print(json.dumps(list(measure_all([(PIECES, 2)] if options.pieces else forms, sys.argv[1:]))))
 
 
 if __name__ == "__main__":

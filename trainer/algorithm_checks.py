@@ -52,7 +52,7 @@ def require_of_rollouts(algorithm: Algorithm, method: str, returned: torch.Tenso
     Raises:
         ConfigError: they are not.
     """
-    size = len(group.rewards)
+    size = len((group.whole or group).rewards)
     fits = isinstance(returned, torch.Tensor) and returned.shape == (size,) and bool(returned.isfinite().all())
     if not fits:
         _refuse(algorithm, f"{method}() of group {group.index}", returned, f"{size} finite numbers, float64 [{size}]")

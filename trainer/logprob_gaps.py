@@ -11,7 +11,7 @@ import torch
 from async_rl.method.group_proof import GroupProof
 from async_rl.method.proof.draws import POWERS
 from async_rl.method.proof.logprob_gaps import BINS_PER_OCTAVE, SMALLEST, LogprobGaps
-from async_rl.method.types import Group, Response
+from async_rl.method.types import Group, GroupKey, Response
 from async_rl.records.samples import MAX_TOKENS, FirstGroups, shown_responses
 from trainer.batching.group_codec import joined_tensor
 from trainer.batching.group_slice import GroupSlice
@@ -35,7 +35,7 @@ class GroupGaps:
     def __init__(self, clip: float, num_corrected: Callable[[torch.Tensor], int] = lambda gaps_N: 0) -> None:
         self._clip = clip
         self._num_corrected = num_corrected
-        self._facts: dict[int, list[tuple[GroupSlice, torch.Tensor]]] = {}
+        self._facts: dict[GroupKey, list[tuple[GroupSlice, torch.Tensor]]] = {}
         self._first = FirstGroups()
 
     def add(self, micro_batch: MicroBatch, logprobs_N: torch.Tensor, log_ratios_KN: torch.Tensor | None = None) -> None:
@@ -46,14 +46,14 @@ class GroupGaps:
         facts = torch.cat([logprobs_N.detach()[None], log_ratios_KN])
         sizes = [sum(response.num_sampled for response in part.responses) for part in micro_batch.slices]
         for part, own in zip(micro_batch.slices, facts.split(sizes, dim=1), strict=True):
-            self._facts.setdefault(part.group.index, []).append((part, own))
+            self._facts.setdefault(part.group.key, []).append((part, own))
 
     def take(self, groups: Sequence[Group]) -> list[GroupProof]:
         """The row of each group, with the gaps of the tokens that each instance sampled.
 
         Turns of several requests are under `MIXED`.
         """
-        of_groups = [self._facts.pop(group.index) for group in groups]
+        of_groups = [self._facts.pop(group.key) for group in groups]
         on_host = iter(to_host([facts for parts in of_groups for _, facts in parts]))
         return [
             self._row(group, [(part, next(on_host).view_as(facts)) for part, facts in parts])

@@ -13,6 +13,7 @@ from async_rl.method.algorithms import Algorithm, Responses, Rollouts, Tokens, T
 from async_rl.method.algorithms.base import exact_sum
 from async_rl.method.algorithms.log_ratio import KLEstimator, kl_terms
 from async_rl.method.group_proof import GroupProof
+from async_rl.method.pieces import counts_group
 from async_rl.method.types import Group
 from trainer.algorithm_checks import ENTROPY, require_loss, require_of_rollouts
 from trainer.batching.group_codec import joined_tensor
@@ -33,7 +34,7 @@ class LossSums:
         self._of_groups: dict[int, torch.Tensor] = {}
 
     def begin(self, groups: Sequence[Group], kl: Mapping[int, tuple[float, ...]], totals: Totals | None) -> None:
-        """Makes advantages and weights of whole groups, which are trained next.
+        """Makes advantages and weights of whole groups, which are trained next, or pieces of which are.
 
         Args:
             kl: `Rollouts.kl` by the index of the group, where the algorithm needs it.
@@ -50,7 +51,8 @@ class LossSums:
             }
             checked = [require_of_rollouts(self._algorithm, *each, group) for each in returned.items()]
             self._of_groups[group.index] = torch.stack(checked)
-            self._append({f"total/{name}": value for name, value in self._algorithm.sums(rollouts).items()})
+            if counts_group(group):
+                self._append({f"total/{name}": value for name, value in self._algorithm.sums(rollouts).items()})
 
     def add(
         self,
@@ -121,7 +123,10 @@ class LossSums:
     def responses_of(self, micro_batch: MicroBatch, like: torch.Tensor) -> Responses:
         """What the loss needs to know of a micro-batch's responses; advantages are from the rewards of whole groups."""
         slices, labels = micro_batch.slices, micro_batch.labels
-        parts = [self._of_groups[part.group.index][:, part.rollouts] for part in slices]
+        parts = [
+            self._of_groups[part.group.index][:, [part.group.first_rollout + number for number in part.rollouts]]
+            for part in slices
+        ]
         numbers = {index: number for number, index in enumerate(dict.fromkeys(part.group.index for part in slices))}
         groups = [numbers[part.group.index] for part in slices for _ in part.indices]
         advantages_G, weights_G, groups_G = to_device(

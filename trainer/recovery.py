@@ -49,6 +49,15 @@ class ProducerHandle(Protocol):
     def end(self, timeout_s: float) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """What a producer has to know of the training ranks: see `ProducerService.open`."""
+
+    num_replicas: int
+    training_pool: TrainingPool
+    cuts_groups: bool
+
+
 class OwnProducer:
     """The main rank's producer: its process and the control connection. A context manager, which ends both.
 
@@ -103,13 +112,12 @@ class OwnProducer:
     def open(
         self,
         first_iteration: int,
-        num_replicas: int,
-        training_pool: TrainingPool,
+        replicas: Replicas,
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         """Waits for the instances and opens the fleet endpoint, always at the same port: `ProducerService.open`."""
-        arguments = (first_iteration, num_replicas, training_pool, self._fleet_port)
-        self._fleet_port = self.control.call("open", *arguments, watch=watch)
+        pool = replicas.num_replicas, replicas.training_pool, replicas.cuts_groups
+        self._fleet_port = self.control.call("open", first_iteration, *pool, self._fleet_port, watch=watch)
         self._is_open = True
 
     def replace(self, watch: Callable[[], None]) -> None:
@@ -129,8 +137,7 @@ class Restart:
     producer: OwnProducer
     sender: WeightSender
     contents: Contents
-    num_replicas: int
-    training_pool: TrainingPool
+    replicas: Replicas
     recorder: RemoteRecorder
     require_lease: Callable[[], None]
     watch: Callable[[], None]
@@ -157,7 +164,7 @@ class Restart:
         if (unwritten := self.recorder.first_unwritten) is not None:
             cut_record_of(config.run.dir, unwritten)
         log.info("%d records of the unfinished iteration removed", num_cut)
-        producer.open(iteration, self.num_replicas, self.training_pool, self.watch)
+        producer.open(iteration, self.replicas, self.watch)
         self.recorder.write_kept()
         return list(astuple(producer.address))
 

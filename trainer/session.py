@@ -37,7 +37,7 @@ from trainer.parallel import Parallel, address_for_ranks
 from trainer.process_end import end_now
 from trainer.prompt_data import begin_loading, load_prompts_and_contents
 from trainer.rank import NoRolloutSource, TrainingRank, weight_source
-from trainer.recovery import OwnProducer, ProducerHandle, Recovery, Restart
+from trainer.recovery import OwnProducer, ProducerHandle, Recovery, Replicas, Restart
 from trainer.saving import Saving
 from trainer.shared_directory import require_shared
 from trainer.shutdown import Shutdown
@@ -124,7 +124,8 @@ def open_session(
             require_shared(config.run.dir, lease_name, parallel)
         saving = _open_saving(closing, config, counted, parallel, megatron, prompts, contents, term, require_lease)
         if producer is not None:
-            producer.open(saving.first_iteration, parallel.num_replicas, megatron.training_pool)
+            replicas = Replicas(parallel.num_replicas, megatron.training_pool, megatron.cuts_groups)
+            producer.open(saving.first_iteration, replicas)
         # Nobody asks the producer for groups before it is ready.
         parallel.broadcast_json([] if parallel.is_main else None)
         rollouts = None
@@ -138,10 +139,7 @@ def open_session(
             closing.callback(sender.close)
             publish = partial(producer.control.publish, serve=partial(serve, sender))
             recorder = RemoteRecorder(producer.control, require_lease)
-            pool = megatron.training_pool
-            restart = Restart(
-                config, producer, sender, contents, parallel.num_replicas, pool, recorder, require_lease, shutdown.watch
-            )
+            restart = Restart(config, producer, sender, contents, replicas, recorder, require_lease, shutdown.watch)
         yield Session(
             counted.train,
             megatron,

@@ -29,6 +29,7 @@ from async_rl.loop import Window
 from async_rl.method.algorithms import Rollouts, Totals, make_algorithm
 from async_rl.method.algorithms.base import added
 from async_rl.method.group_proof import GroupProof
+from async_rl.method.pieces import counts_group
 from async_rl.method.proof.gap_limits import noise_limits
 from async_rl.method.step_stats import StepStats, highest
 from async_rl.method.token_arrays import Logprobs, TokenIds
@@ -200,7 +201,7 @@ class MegatronTrainer:
         with self.models.policy_to_score() as policy:
             for a_pass, loss_of in zip(untrained, losses[len(trained) :], strict=True):
                 a_pass.forward(policy, loss_of)
-        self._sums.note_untrained(sum(map(len, without)))
+        self._sums.note_untrained(sum(counts_group(group) for groups in without for group in groups))
         return self._sums.take_rows(groups) if self._parallel.reports else []
 
     def score(self, prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -303,6 +304,11 @@ class MegatronTrainer:
         return [GroupProof.from_json(row) for part in gathered for row in part]
 
     @property
+    def cuts_groups(self) -> bool:
+        """Whether replicas may train a group in pieces: no loss and no advantage needs the tokens of all rollouts."""
+        return not (self._algorithm.needs.whole_groups or self._algorithm.needs.reward_kl)
+
+    @property
     def lagged_old(self) -> Frozen | None:
         """The old policy if it does not follow from the policy, and so has to be saved in checkpoints."""
         return self.models.old if self._old_policy == "lagged" else None
@@ -342,7 +348,8 @@ class MegatronTrainer:
         """A mini-batch's windows, of which the totals over all replicas are known from now on."""
         sums = []
         for group in (group for window in windows for groups in window for group in groups):
-            sums.append(self._algorithm.sums(Rollouts.of(group)))
+            if counts_group(group):
+                sums.append(self._algorithm.sums(Rollouts.of(group)))
         with together():
             of_ranks = self._parallel.gather_json(added(sums) if self._parallel.reports else {})
         self._totals = added(of_ranks)

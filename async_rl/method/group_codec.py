@@ -11,7 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from async_rl.method.token_arrays import ExpertIds, Logprobs, TokenIds
-from async_rl.method.types import Group, Prompt, Response, RewardParts, RolloutFacts, WeightSpan, WeightVersion
+from async_rl.method.types import (
+    Group,
+    Prompt,
+    Response,
+    RewardParts,
+    RolloutFacts,
+    WeightSpan,
+    WeightVersion,
+    WholeGroup,
+)
 from async_rl.shared.json_values import as_json
 
 Header = dict[str, Any]
@@ -70,6 +79,7 @@ class _GroupHeader(msgspec.Struct):
     rollouts: tuple[RolloutFacts, ...]
     reward_parts: RewardParts
     reward_metrics: RewardParts
+    whole: WholeGroup | None = None
 
 
 def pack(
@@ -158,6 +168,7 @@ def _header(group: Group, with_texts: bool) -> _GroupHeader:
         rollouts=group.rollouts,
         reward_parts=group.reward_parts,
         reward_metrics=group.reward_metrics,
+        whole=group.whole,
     )
 
 
@@ -238,6 +249,7 @@ def _group(header: _GroupHeader, take: _Takers) -> Group:
         rollouts=header.rollouts,
         reward_parts=header.reward_parts,
         reward_metrics=header.reward_metrics,
+        whole=header.whole,
     )
 
 

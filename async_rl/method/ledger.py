@@ -227,8 +227,17 @@ class Ledger:
 
 def _not_trained_once(batch: Batch, rows: Sequence[GroupProof]) -> Iterator[str]:
     counts = Counter(row.index for row in rows if row.is_trained)
+    pieces: dict[int, list[str]] = {}
+    for row in rows:
+        if row.first_rollout is not None:
+            pieces.setdefault(row.index, []).append(f"{row.first_rollout}-{row.first_rollout + row.num_rollouts - 1}")
     for index, prompt in sorted(batch.prompts.items()):
-        if counts[index] != 1:
+        if index in pieces:
+            yield (
+                f"group {index} (prompt {prompt.prompt_id!r}) was trained in pieces that do not make it up: rollouts "
+                f"{', '.join(pieces[index])}, expected each rollout once, from 0 on"
+            )
+        elif counts[index] != 1:
             yield f"group {index} (prompt {prompt.prompt_id!r}) was trained {counts[index]} times, expected 1"
 
 

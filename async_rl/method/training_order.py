@@ -1,8 +1,8 @@
 """Which groups may be trained next: as they come, or by index in the batch, mini-batch after mini-batch.
 
 `order = "prompt"` trains groups by their index in the batch, holding back groups that finished early, so that sums are
-formed in the same order in every run. Of a batch with a reserve only the selected groups are trained, those without a
-signal last if by index.
+formed in the same order in every run; pieces of groups at other replicas' indices come last. Of a batch with a reserve
+only the selected groups are trained, those without a signal last if by index.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ class TrainingOrder:
     """Returns the groups that come to a replica in training order; used by the training thread.
 
     Args:
-        mini_batches: the whole of each; by index and with a reserve, groups of the replica's share of them come.
+        mini_batches: the whole of each; by index and with a reserve, groups of the replica's share of them come, by
+            index pieces of others, too.
         replica: this one, of `num_replicas`.
     """
 
@@ -42,6 +43,11 @@ class TrainingOrder:
         self._is_complete = True
         self.watch: Callable[[], None] = lambda: None
         """Called whenever groups are requested; an exception it raises ends the batch."""
+
+    @property
+    def has_own(self) -> bool:
+        """By index: whether all groups at the replica's indices were taken; from now on only pieces of others come."""
+        return not self._due
 
     def begin_mini_batch(self) -> None:
         """From now on `take` returns the groups of the next mini-batch."""
@@ -83,8 +89,10 @@ class TrainingOrder:
             if index not in held:
                 break
             picked.append(held.pop(index))
-        # What nobody waits for comes last; the ledger will report it.
-        return [*picked, *_without(self._held, picked)] if self._is_complete else picked
+        if not self._is_complete:
+            return picked
+        # What is not due here: pieces of other replicas' groups. Of anything else the ledger will report it.
+        return [*picked, *sorted(_without(self._held, picked), key=lambda group: group.key)]
 
 
 def _without(groups: Sequence[Group], picked: Sequence[Group]) -> list[Group]:

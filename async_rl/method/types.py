@@ -224,8 +224,28 @@ _COMPLETED, _CUT = RolloutFacts(), RolloutFacts(status="truncated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WholeGroup:
+    """What a piece of a group knows of all of the group's rollouts, on which its own advantages depend.
+
+    `first_rollout` is the number of the piece's first rollout among them; lengths are sampled tokens.
+    """
+
+    first_rollout: int
+    rewards: tuple[float, ...]
+    rollout_lengths: tuple[int, ...]
+    truncated: tuple[bool, ...]
+    reward_parts: RewardParts
+
+
+GroupKey = tuple[int, int]
+"""(a group's index, the number of its first rollout): whole groups have 0, the pieces of one group differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """One prompt's G rollouts with their rewards: the unit that the queue holds and the trainer consumes.
+
+    Or a piece of one, some of its rollouts (`pieces.py`): then `whole` is set.
 
     `responses` are those of all rollouts, in the order of these; `rewards` and `rollouts` have one entry per rollout.
     By default each response is a rollout of a single turn. Advantages, baselines and lengths are those of rollouts,
@@ -248,6 +268,7 @@ class Group:
     rollouts: tuple[RolloutFacts, ...] = ()
     reward_parts: RewardParts = ()
     reward_metrics: RewardParts = ()
+    whole: WholeGroup | None = None
 
     def __post_init__(self) -> None:
         if not self.rollouts:
@@ -263,9 +284,23 @@ class Group:
             assert len(values) == len(self.rollouts), f"{len(values)} of {label!r}, {len(self.rollouts)} rollouts"
 
     @property
+    def first_rollout(self) -> int:
+        """Of a piece, the number of its first rollout in the group; else 0."""
+        return 0 if self.whole is None else self.whole.first_rollout
+
+    @property
+    def key(self) -> GroupKey:
+        return self.index, self.first_rollout
+
+    @property
     def num_response_tokens(self) -> int:
         """Sampled tokens of all responses."""
         return sum(response.num_sampled for response in self.responses)
+
+    @property
+    def truncated(self) -> tuple[bool, ...]:
+        """For each rollout, whether a limit ended it."""
+        return tuple(facts.status == "truncated" for facts in self.rollouts)
 
     @property
     def rollout_of(self) -> tuple[int, ...]:

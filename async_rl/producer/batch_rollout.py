@@ -11,8 +11,9 @@ from typing import Any
 
 from async_rl.errors import AsyncRLError, RolloutLost
 from async_rl.method.group_codec import pack
-from async_rl.method.types import Batch, Group, WeightVersion
-from async_rl.producer.dock import Docking, num_tokens
+from async_rl.method.types import Batch, Group, GroupKey, WeightVersion
+from async_rl.producer.cutting import num_tokens
+from async_rl.producer.dock import Docking
 from async_rl.producer.frames import NO_PROMPT, Message, error_as_data
 from async_rl.rollouts.groups.garbage_collection import COLLECTIONS
 from async_rl.rollouts.groups.group_maker import GroupMaker
@@ -110,9 +111,9 @@ class BatchRollout:
                 if "failed" in arrived:
                     return
 
-    def begin(self, replica: int, indices: Sequence[int]) -> None:
+    def begin(self, replica: int, keys: Sequence[GroupKey]) -> None:
         """A replica trains these groups now; without any it waits."""
-        self._docks[replica % len(self._docks)].begin(replica, indices)
+        self._docks[replica % len(self._docks)].begin(replica, keys)
 
     def cancel(self, replica: int, indices: Collection[int]) -> None:
         """Ends the rollouts of these groups of a replica's share; does not wait for that."""

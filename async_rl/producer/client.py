@@ -14,7 +14,6 @@ from async_rl.method.group_codec import unpack
 from async_rl.method.group_proof import GroupProof
 from async_rl.method.types import Batch, Group, Publication, WeightVersion
 from async_rl.producer.connection import Connection
-from async_rl.producer.dock import has_fixed_shares
 from async_rl.producer.frames import Carry, Message, answer_to, call_message, error_from_data
 from async_rl.producer.sample_queue import SampleQueue
 from async_rl.records.recorder import IterationRecord, Recorder
@@ -150,7 +149,8 @@ class RemoteRolloutSource:
         connection: replaced when the producer is.
         watch: called while it waits; an exception that it raises ends the batch.
         replica: this one, of `num_replicas`; the first one says what is rolled out.
-        by_index: whether groups are trained by index, and so have a replica of their own.
+        by_index: whether groups are trained by index, and so have a replica of their own, for all of them or the first
+            piece.
     """
 
     def __init__(
@@ -170,9 +170,14 @@ class RemoteRolloutSource:
 
     def start(self, mini_batches: Sequence[Batch], version: WeightVersion) -> "RemoteRun":
         """Has the whole batch dispatched to the instances that serve `version`; does not wait."""
-        is_fixed = has_fixed_shares(mini_batches, by_index=self._by_index)
-        shares = [part.share(self.replica, self._num_replicas) for part in mini_batches] if is_fixed else mini_batches
-        queue = SampleQueue([part.prompts.keys() for part in shares], version, needs_all=is_fixed)
+        whole, share = (
+            [part.prompts.keys() for part in parts]
+            for parts in (mini_batches, [part.share(self.replica, self._num_replicas) for part in mini_batches])
+        )
+        if any(part.has_reserve for part in mini_batches):
+            queue = SampleQueue(share, version)
+        else:
+            queue = SampleQueue(whole, version, needed=share if self._by_index else [()] * len(whole))
         return RemoteRun(self, mini_batches, version, queue)
 
 
@@ -219,7 +224,7 @@ class RemoteRun(AbstractContextManager["RemoteRun"]):
 
     def begin(self, groups: Sequence[Group]) -> None:
         """See `FinishedGroups.begin`."""
-        self._connection.send({"begin": [group.index for group in groups]})
+        self._connection.send({"begin": [group.key for group in groups]})
 
     def cancel(self, indices: Collection[int]) -> None:
         """See `FinishedGroups.cancel`; does not wait for the end of the rollouts, which the instances abort."""

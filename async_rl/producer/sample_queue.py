@@ -2,7 +2,7 @@
 it is trained.
 
 The producer puts no more into it than was asked for; what comes nevertheless ends the run. Over all replicas the
-ledger proves that each group was trained once.
+ledger proves that each group was trained once, and whole.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,41 +16,44 @@ class SampleQueue:
 
     Args:
         mini_batches: the indices of each whose groups may come here.
-        needs_all: whether all of them have to, since no other replica gets them.
+        needed: those of which a group, or a piece of it, has to; by default all.
     """
 
     def __init__(
-        self, mini_batches: Sequence[Collection[int]], version: WeightVersion, *, needs_all: bool = True
+        self,
+        mini_batches: Sequence[Collection[int]],
+        version: WeightVersion,
+        *,
+        needed: Sequence[Collection[int]] | None = None,
     ) -> None:
         self._version = version
-        self._needs_all = needs_all
-        self._due = [set(indices) for indices in mini_batches]
-        """Of each mini-batch, the indices that may still come."""
-        self._size = sum(map(len, self._due))
-        self._groups: list[list[Group]] = [[] for _ in self._due]
-        self._seen: set[int] = set()
+        self._expected = [frozenset(indices) for indices in mini_batches]
+        self._due = [set(indices) for indices in (mini_batches if needed is None else needed)]
+        """Of each mini-batch, the indices that still have to come."""
+        self._groups: list[list[Group]] = [[] for _ in self._expected]
+        self._seen: dict[int, set[int]] = {}
+        """Of each group that came, its rollouts: those of its pieces come one after the other."""
         self._cancelled: set[int] = set()
         self._num_complete = 0
         self._taking = 0
 
     def put(self, group: Group) -> None:
-        """Adds a group; a cancelled one is dropped.
+        """Adds a group, or a piece of one; a cancelled one is dropped.
 
         Raises:
-            OnPolicyViolation: the group is of another weight version, its index is a duplicate, or none of those whose
-                groups may come now.
+            OnPolicyViolation: the group is of another weight version, one of its rollouts is a duplicate, or its index
+                is none of those whose groups may come now.
         """
         if group.index in self._cancelled:
             return
         self._require_expected(group)
-        self._due[self._num_complete].remove(group.index)
-        self._seen.add(group.index)
+        self._due[self._num_complete].discard(group.index)
+        self._seen.setdefault(group.index, set()).update(_rollouts(group))
         self._groups[self._num_complete].append(group)
 
     def cancel(self, indices: Collection[int]) -> None:
         """These groups, which have not been taken, are not part of the batch any more."""
         self._cancelled |= set(indices)
-        self._seen -= self._cancelled
         self._due = [due - self._cancelled for due in self._due]
         self._groups = [[group for group in part if group.index not in self._cancelled] for part in self._groups]
 
@@ -64,7 +67,7 @@ class SampleQueue:
             RolloutLost: one that had to come is missing.
         """
         assert number == self._num_complete, f"mini-batch {number} ends, but {self._num_complete} has begun"
-        if self._needs_all and (missing := self._due[number]):
+        if missing := self._due[number]:
             raise RolloutLost(
                 f"{len(missing)} of {self._size} rollouts ended without a group and without an error: something "
                 "beside them cancelled them; go on from the checkpoint with run.resume = true"
@@ -98,9 +101,19 @@ class SampleQueue:
                 f"{name} has weight versions {sorted(versions)}, "
                 f"but this batch trains {self._version!r}: drain the instance before publishing"
             )
-        if group.index in self._seen:
-            raise OnPolicyViolation(f"{name} came twice: an index of the batch trains once")
-        if self._num_complete == len(self._due):
+        if twice := self._seen.get(group.index, set()).intersection(_rollouts(group)):
+            what = name if group.whole is None else f"rollout {min(twice)} of {name}"
+            raise OnPolicyViolation(f"{what} came twice: an index of the batch trains once")
+        if self._num_complete == len(self._expected):
             raise OnPolicyViolation(f"{name} came after all {self._size} groups")
-        if group.index not in self._due[self._num_complete]:
+        if group.index not in self._expected[self._num_complete]:
             raise OnPolicyViolation(f"{name} came to mini-batch {self._num_complete}, of which it is none")
+
+    @property
+    def _size(self) -> int:
+        return sum(map(len, self._expected))
+
+
+def _rollouts(group: Group) -> range:
+    """The numbers of its rollouts, among those of its whole group."""
+    return range(group.first_rollout, group.first_rollout + len(group.rollouts))

@@ -9,7 +9,8 @@ clock and the host. Then, in frames of `frames.py`:
                             [[[index, prompt id], ...], ...]
                          -> {"groups": headers, "bytes": of each array}, then these ... {"complete": number of the
                             mini-batch} | {"failed": error, "index": of its prompt, or NO_PROMPT}
-                         {"begin": [index, ...]}: trains these now, or waits;  {"cancel": [index, ...]}
+                         {"begin": [[index, first rollout], ...]}: trains these now, or waits
+                         {"cancel": [index, ...]}
                          {"leave": waits} -> {"left": null}; that of the first replica ends the batch
 """
 
@@ -215,9 +216,9 @@ class _LeaderLink:
                     _send(self._writer, {"failed": error_as_data(error), "index": NO_PROMPT})
                     return
                 self._sending = asyncio.create_task(self._send_groups(self._batch))
-            case {"begin": indices}:
+            case {"begin": keys}:
                 if self._batch is not None:
-                    self._batch.begin(self._replica, indices)
+                    self._batch.begin(self._replica, [(index, first_rollout) for index, first_rollout in keys])
             case {"cancel": indices}:
                 if self._batch is not None:
                     self._batch.cancel(self._replica, indices)

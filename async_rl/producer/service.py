@@ -137,12 +137,18 @@ class ProducerService:
         return {"outlines": list(map(asdict, self._prompts.outlines)), "digests": self._prompts.digests}
 
     def open(
-        self, first_iteration: int, num_replicas: int, training_pool: Mapping[str, Any], fleet_port: int | None = None
+        self,
+        first_iteration: int,
+        num_replicas: int,
+        training_pool: Mapping[str, Any],
+        cuts_groups: bool = False,
+        fleet_port: int | None = None,
     ) -> int:
         """Opens the fleet endpoint, waits for the instances, and starts reward, programs and evaluator; returns the
         port of the endpoint.
 
         Args:
+            cuts_groups: whether replicas may train a long group in pieces.
             fleet_port: that of the producer before this one; None, `pool.fleet_port`.
 
         Raises:
@@ -150,7 +156,7 @@ class ProducerService:
             NoInstanceLeft: no instance became healthy within `pool.timeout_s`.
         """
         config, pool, loop = self._config, self._pool, self._loop
-        self._docking = Docking.of(config, num_replicas)
+        self._docking = Docking.of(config, num_replicas, cuts=cuts_groups)
         orders = Orders(pool, config.run.dir / ORDERS_FILE, self._lease_name or "")
         if fleet_port is not None:
             orders.repeat()

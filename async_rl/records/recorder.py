@@ -103,8 +103,11 @@ class IterationRecord:
         self.seconds["train_s"] += ended - started
         groups = [group for micro_batch in window for group in micro_batch]
         for group in groups:
-            times = (group.started_s, group.finished_s, started, ended)
-            self.times[group.index] = GroupTimes(group.index, *(round(t - self.started_s, 6) for t in times))
+            times = [round(t - self.started_s, 6) for t in (group.started_s, group.finished_s, started, ended)]
+            if (earlier := self.times.get(group.index)) is not None:
+                # Of several pieces, the first one's beginning.
+                times[2] = earlier.train_started_s
+            self.times[group.index] = GroupTimes(group.index, *times)
         self.sampled.offer(groups)
 
     def as_data(self) -> dict[str, Any]:

@@ -64,8 +64,8 @@ class FirstGroups:
 
 def shown_responses(group: Group) -> list[int]:
     """The indices of the responses of a group that are recorded, in the order of their rollouts."""
-    rollout_of = group.rollout_of
-    by_rollout = [[i for i, of in enumerate(rollout_of) if of == number] for number in range(NUM_ROLLOUTS)]
+    rollout_of, first = group.rollout_of, group.first_rollout
+    by_rollout = [[i for i, of in enumerate(rollout_of) if first + of == number] for number in range(NUM_ROLLOUTS)]
     return [i for indices in by_rollout for i in indices[:NUM_BRANCHES]]
 
 
@@ -90,7 +90,9 @@ class Sampled:
         logprobs = {row.index: row.shown_logprobs for row in proven if row.shown_logprobs}
         for group in self._groups:
             shown = shown_responses(group)
-            of_trainer = dict(zip(shown, logprobs.get(group.index, ((),) * len(shown)), strict=True))
+            found = logprobs.get(group.index, ())
+            # The replica of a piece may not have kept those of its responses.
+            of_trainer = dict(zip(shown, found, strict=True)) if len(found) == len(shown) else {}
             prompt = "" if decode is None else decode(group.prompt.token_ids)
             row = row_shown(group.prompt.row, prompt)
             yield {

@@ -54,6 +54,7 @@ def timeline_rows(
             "num_branches": row.num_branches,
             "num_truncated": row.num_truncated,
             "num_corrected": row.num_corrected,
+            **({} if row.num_pieces == 1 else {"num_pieces": row.num_pieces}),
             "samples": row.samples,
             "logprob_gaps": {instance: _figures(gaps) for instance, gaps in row.gaps},
             **(times[row.index].fields() if row.index in times else {}),

@@ -166,6 +166,17 @@ def test_norms_of_several_ranks_heads_and_of_outputs_train_what_one_rank_trains(
     compare(cover_of_each(OTHER_NORMS, num_ranks), one_rank, tmp_path, timeout_s=600)
 
 
+@pytest.mark.distributed
+@pytest.mark.timeout(650)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_pieces_of_long_groups_on_several_replicas_train_what_one_rank_trains(
+    num_ranks: int, one_rank: OneRank, tmp_path: Path
+) -> None:
+    candidates = [*with_frozen_models(cases(num_ranks)), *expert_family_cases(num_ranks)]
+    some = [case for case in candidates if case.split and case.placement.num_replicas > 1]
+    compare(cover_of(some, strength=1), one_rank, tmp_path, timeout_s=600)
+
+
 @pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(1250)

@@ -23,10 +23,11 @@ from async_rl.method.types import Publication
 from async_rl.producer.client import Control, RemoteRecorder
 from async_rl.producer.process import END_TIMEOUT_S, ProducerAddress
 from async_rl.records.recorder import IterationRecord
+from async_rl.records.throughput import TrainingPool
 from tests.support.minimal_config import minimal_tree
 from trainer.parallel import Parallel
 from trainer.prompt_data import contents_of
-from trainer.recovery import OwnProducer, RankState, Recovery, Restart, obstacle
+from trainer.recovery import OwnProducer, RankState, Recovery, Replicas, Restart, obstacle
 from trainer.shutdown import Shutdown
 from trainer.stop_signal import StopSignal
 
@@ -236,7 +237,9 @@ def restart(tmp_path: Path, model: Path, digests: dict[str, str]) -> tuple[Resta
     parts: Any = Replaced(digests)
     before = contents_of(config, {"digests": {"0 to 9": "old"}}, "")
     recorder: Any = RemoteRecorder(Control(parts), lambda: None)
-    return Restart(config, parts, parts, before, 1, None, recorder, lambda: None, lambda: None), parts  # type: ignore[arg-type]
+    return Restart(
+        config, parts, parts, before, Replicas(1, TrainingPool(1), True), recorder, lambda: None, lambda: None
+    ), parts
 
 
 def test_records_of_the_unfinished_iteration_are_cut_before_another_producer_opens(

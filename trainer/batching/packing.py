@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from async_rl.loop import Window
+from async_rl.method.pieces import counts_group
 from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Group
 from trainer.batching.group_slice import GroupSlice, num_rows
@@ -26,6 +27,7 @@ def pack_windows(order: TrainingOrder, max_tokens: int, whole_backlog: bool) -> 
 
     Waits only when nothing is ready. By index, a micro-batch is ready when the next group does not fit into it, so that
     micro-batches do not depend on the order of completion either; in order of completion, as soon as it has a group.
+    Pieces of other replicas' groups, which come much later, begin a micro-batch of their own there.
     """
     pending: list[Group] = []
     # Counted once: a group may wait for many windows.
@@ -33,8 +35,16 @@ def pack_windows(order: TrainingOrder, max_tokens: int, whole_backlog: bool) -> 
     ended = False
     while True:
         rows += [num_rows(group) for group in pending[len(rows) :]]
-        packed = _pack(pending, rows, max_tokens)
-        ready = packed[:-1] if order.by_index and not ended else packed
+        num_own = len(pending)
+        if order.by_index:
+            num_own = next((i for i, group in enumerate(pending) if not counts_group(group)), num_own)
+        packed = [
+            part
+            for own in (slice(num_own), slice(num_own, None))
+            for part in _pack(pending[own], rows[own], max_tokens)
+        ]
+        is_last_whole = ended or (order.has_own and num_own == len(pending))
+        ready = packed[:-1] if order.by_index and not is_last_whole else packed
         if ready:
             window = ready if whole_backlog else ready[:1]
             order.begin([group for groups in window for group in groups])

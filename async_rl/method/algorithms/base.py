@@ -74,11 +74,13 @@ class Rollouts:
 
     @classmethod
     def of(cls, group: Group, kl: tuple[float, ...] | None = None) -> "Rollouts":
+        """Those of a group; of a piece those of its whole group."""
+        of = group if group.whole is None else group.whole
         return cls(
-            rewards=group.rewards,
-            lengths=group.rollout_lengths,
-            truncated=tuple(facts.status == "truncated" for facts in group.rollouts),
-            parts=dict(group.reward_parts),
+            rewards=of.rewards,
+            lengths=of.rollout_lengths,
+            truncated=of.truncated,
+            parts=dict(of.reward_parts),
             kl=kl,
         )
 

@@ -451,7 +451,7 @@ async def drained(running: BatchRollout, replica: int, ends: int) -> list[list[i
             case {"groups": headers}:
                 indices = [header["index"] for header in headers]
                 found[-1] += indices
-                running.begin(replica, indices)
+                running.begin(replica, [(index, 0) for index in indices])
                 running.begin(replica, [])
             case {"complete": number}:
                 assert number == len(found) - 1

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from async_rl.method.types import Batch, Group, Prompt
-from async_rl.producer.dock import Dock, Docking, has_fixed_shares, num_tokens
-from tests.support.groups import random_group
+from async_rl.method.types import Batch, Group, GroupKey, Prompt
+from async_rl.producer.cutting import num_tokens
+from async_rl.producer.dock import Dock, Docking
+from async_rl.producer.rounds import Rounds
+from tests.support.groups import make_group, make_response, random_group
 
 MICRO_BATCH = 4000
 
@@ -20,7 +22,7 @@ MICRO_BATCH = 4000
 class Trained:
     """A mini-batch as replicas of some speeds trained it."""
 
-    of_replica: list[list[int]]
+    of_replica: list[list[Group]]
     idle_s: list[float]
     """Of each replica, how long it waits at the step."""
     ended_s: float
@@ -32,6 +34,7 @@ class Simulation:
 
     speeds: Sequence[float]
     max_ahead: float = MICRO_BATCH
+    cuts_above: float = math.inf
     now_s: float = 0.0
     max_waiting: int = 0
     pending: list[list[Group]] = field(default_factory=list)
@@ -39,13 +42,13 @@ class Simulation:
     def run(self, groups: Sequence[Group], finished_s: Sequence[float], *, by_index: bool = False) -> Trained:
         size = len(self.speeds)
         batch = Batch(0, {group.index: group.prompt for group in groups})
-        docking = Docking(size, by_index, self.max_ahead)
-        docking_docks = docking.docks([batch], self._give)
-        for dock in docking_docks:
+        docking = Docking(size, by_index, self.max_ahead, cuts_above=self.cuts_above)
+        (dock,) = docking.docks([batch], self._give)
+        if isinstance(dock, Dock):
             dock._clock = lambda: self.now_s
         self.pending = [[] for _ in self.speeds]
         self._ended: set[int] = set()
-        trained: list[list[int]] = [[] for _ in self.speeds]
+        trained: list[list[Group]] = [[] for _ in self.speeds]
         free_s = [0.0] * size
         events = [(at_s, i, -1) for i, at_s in enumerate(finished_s)]
         heapq.heapify(events)
@@ -53,27 +56,26 @@ class Simulation:
         while events:
             self.now_s, number, replica = heapq.heappop(events)
             if replica < 0:
-                docking_docks[groups[number].index % len(docking_docks)].put(groups[number])
+                dock.put(groups[number])
             else:
                 is_busy[replica] = False
             # Replicas that are free look for work until none has any.
             for r in range(size):
                 if is_busy[r]:
                     continue
-                dock = docking_docks[r % len(docking_docks)]
                 window: list[Group] = []
                 while self.pending[r] and (
                     not window or sum(map(num_tokens, [*window, self.pending[r][0]])) <= MICRO_BATCH
                 ):
                     window.append(self.pending[r].pop(0))
                 if window or replica == r:
-                    dock.begin(r, [group.index for group in window])
+                    dock.begin(r, [group.key for group in window])
                 if window:
-                    trained[r] += [group.index for group in window]
+                    trained[r] += window
                     free_s[r] = self.now_s + sum(map(num_tokens, window)) / self.speeds[r]
                     is_busy[r] = True
                     heapq.heappush(events, (free_s[r], -1, r))
-        assert self._ended == set(range(size)) and all(dock.is_complete for dock in docking_docks)
+        assert self._ended == set(range(size)) and dock.is_complete
         ended_s = max(free_s)
         return Trained(trained, [ended_s - each for each in free_s], ended_s)
 
@@ -103,14 +105,15 @@ def test_each_group_goes_to_one_replica_whatever_comes_when(num_replicas: int, m
         groups, finished_s = draw(rng, rng.randrange(1, 40), 1.5)
         speeds = [rng.uniform(100, 4000) for _ in range(num_replicas)]
         trained = Simulation(speeds, max_ahead).run(groups, finished_s)
-        assert sorted(i for part in trained.of_replica for i in part) == list(range(len(groups)))
+        assert sorted(group.index for part in trained.of_replica for group in part) == list(range(len(groups)))
 
 
 def test_where_shares_are_fixed_each_gets_its_own_indices() -> None:
     rng = random.Random()
     groups, finished_s = draw(rng, 20, 1.0)
     trained = Simulation([500.0, 1000.0, 1000.0]).run(groups, finished_s, by_index=True)
-    assert [sorted(part) for part in trained.of_replica] == [list(range(r, 20, 3)) for r in range(3)]
+    of_replica = [sorted(group.index for group in part) for part in trained.of_replica]
+    assert of_replica == [list(range(r, 20, 3)) for r in range(3)]
 
 
 @pytest.mark.parametrize("num_replicas", [2, 4])
@@ -157,7 +160,7 @@ def test_mini_batches_come_one_after_the_other_and_end_on_every_replica() -> Non
     dock.put(groups[0])
     assert len(given) == 1 and not dock.is_complete
     dock.put(groups[1])
-    dock.begin(given[0][0], [0])
+    dock.begin(given[0][0], [(0, 0)])
     ends = [i for i, (_, index) in enumerate(given) if index == -1]
     assert [index for _, index in given if index >= 0] == [0, 1, 2] and dock.is_complete
     assert [given[i][0] for i in ends] == [0, 1, 0, 1] and given[ends[1] + 1][1] == 2
@@ -173,7 +176,7 @@ def test_groups_that_are_not_needed_are_left_out_wherever_they_are() -> None:
     waiting = min({0, 1, 2, 3} - set(handed))
     dock.cancel({waiting, 4})
     dock.put(groups[4])
-    dock.begin(0, [next(i for i in handed if i in dock._replicas[0].waiting)])
+    dock.begin(0, list(dock._replicas[0].waiting))
     assert dock.is_complete and given[-2:] == [0, 0]
     assert {item.index for item in given if isinstance(item, Group)} == set(range(4)) - {waiting}
 
@@ -193,9 +196,9 @@ def test_what_waits_is_given_largest_first_and_to_the_replica_that_is_done_first
     assert given == [(1, 5)], "the faster one"
     dock.put(*groups[:5])
     assert given[1:] == [(0, 4)], "the largest; the other one has something that waits"
-    dock.begin(1, [5])
+    dock.begin(1, [(5, 0)])
     assert given[2:] == [(1, 3)]
-    dock.begin(0, [4])
+    dock.begin(0, [(4, 0)])
     assert given[3:] == [(0, 2)], "whoever has nothing gets something, even if another would have finished it sooner"
 
 
@@ -210,6 +213,7 @@ def test_where_training_waits_for_the_batch_parts_are_equal_whoever_answers_firs
     groups, _ = draw(random.Random(1), 128, 1.0)
     docking = Docking(4, max_ahead=MICRO_BATCH, holds=True, speeds=speeds)
     (dock,) = docking.docks([Batch(0, {group.index: group.prompt for group in groups})], give)
+    assert isinstance(dock, Dock)
     dock._clock = lambda: now_s
     dock.put(*groups)
     assert dock.is_complete
@@ -217,6 +221,24 @@ def test_where_training_waits_for_the_batch_parts_are_equal_whoever_answers_firs
         dock.begin(0, list(dock._replicas[0].waiting)[:1])
         now_s += 0.001
     assert max(given.values()) - min(given.values()) <= max(map(num_tokens, groups)) and speeds == {}
+
+
+def test_where_training_waits_for_the_batch_a_long_group_makes_parts_equal() -> None:
+    given: dict[int, list[Group]] = {replica: [] for replica in range(4)}
+
+    def give(replica: int, item: Group | int) -> None:
+        if isinstance(item, Group):
+            given[replica].append(item)
+
+    groups = [*(random_group(i, 10, [100] * 4) for i in range(3)), random_group(3, 10, [200] * 16)]
+    docking = Docking(4, holds=True, cuts_above=1000)
+    (dock,) = docking.docks([Batch(0, {group.index: group.prompt for group in groups})], give)
+    dock.put(*groups)
+    assert dock.is_complete and rollouts_of(list(given.values())) == sorted(
+        (group.index, i) for group in groups for i in range(len(group.rollouts))
+    )
+    tokens = [sum(map(num_tokens, part)) for part in given.values()]
+    assert max(tokens) - min(tokens) <= 2 * 200, "but for a rollout more or less"
 
 
 def test_a_measured_speed_follows_the_replica() -> None:
@@ -230,21 +252,152 @@ def test_a_measured_speed_follows_the_replica() -> None:
     assert speeds == {0: pytest.approx(50.0)}
 
 
+def rollouts_of(trained: Sequence[Sequence[Group]]) -> list[tuple[int, int]]:
+    """(index, number of the rollout) of each that was trained."""
+    groups = [group for part in trained for group in part]
+    return sorted((group.index, group.first_rollout + i) for group in groups for i in range(len(group.rollouts)))
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+@pytest.mark.parametrize("num_replicas", [1, 2, 5])
+def test_of_long_groups_each_rollout_is_trained_once_and_short_ones_stay_whole(
+    num_replicas: int, by_index: bool
+) -> None:
+    rng = random.Random()
+    num_pieces = 0
+    for _ in range(10):
+        groups, finished_s = draw(rng, rng.randrange(1, 12), 1.5)
+        simulation = Simulation([rng.uniform(500, 4000) for _ in range(num_replicas)], cuts_above=1000)
+        trained = simulation.run(groups, finished_s, by_index=by_index)
+        assert rollouts_of(trained.of_replica) == [(i, number) for i in range(len(groups)) for number in range(4)]
+        pieces = [group for part in trained.of_replica for group in part if group.whole is not None]
+        assert all(num_tokens(groups[group.index]) > 1000 for group in pieces)
+        num_pieces += len(pieces)
+        if by_index:
+            for replica, part in enumerate(trained.of_replica):
+                assert {group.index for group in part if group.first_rollout == 0} == set(
+                    range(replica, len(groups), num_replicas)
+                )
+    assert (num_pieces > 0) == (num_replicas > 1)
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_one_long_group_after_short_ones_takes_all_replicas(num_replicas: int, by_index: bool) -> None:
+    size = 8 * num_replicas
+    groups = [random_group(i, 20, [30] * 4) for i in range(size)] + [random_group(size, 100, [1000] * 16)]
+    finished_s = [0.0] * size + [20.0]
+    ended_s = {
+        cuts_above: Simulation([1000.0] * num_replicas, cuts_above=cuts_above).run(
+            groups, finished_s, by_index=by_index
+        )
+        for cuts_above in (math.inf, 2000)
+    }
+    whole, cut = (ended_s[cuts_above].ended_s - 20.0 for cuts_above in (math.inf, 2000))
+    assert whole == pytest.approx(16.1) and cut == pytest.approx(16.0 / num_replicas + 0.1)
+    # Slow and fast replicas end together, but for a rollout.
+    if not by_index:
+        speeds = [500.0] + [1500.0] * (num_replicas - 1)
+        trained = Simulation(speeds, cuts_above=2000).run(groups, finished_s)
+        assert trained.ended_s - 20.0 < 16_000 / sum(speeds) + 2.5
+
+
+def test_a_group_stays_whole_where_others_fill_the_time_or_the_prompt_costs_more() -> None:
+    even = [random_group(i, 20, [500] * 8) for i in range(8)]
+    long_prompts = [random_group(0, 3000, [500] * 4), random_group(1, 20, [500] * 4)]
+    for groups in (even, long_prompts):
+        for by_index in (False, True):
+            trained = Simulation([1000.0] * 2, cuts_above=1000).run(groups, [0.0] * len(groups), by_index=by_index)
+            assert all(group.whole is None for part in trained.of_replica for group in part)
+
+
+def plain_group(index: int, num_prompt_tokens: int, response_lens: Sequence[int]) -> Group:
+    """Of these lengths; all tokens are the same, since drawing them would take longest."""
+    return make_group(index, [make_response([1] * length) for length in response_lens], prompt=[1] * num_prompt_tokens)
+
+
+MIXES: dict[str, tuple[int, float, int, int]] = {
+    "one group": (1, 0.0, 64, 1000),
+    "few groups": (6, 1.0, 64, 1000),
+    "log-normal": (32, 1.5, 64, 500),
+    "equal": (32, 0.0, 64, 500),
+    "long prompts": (16, 1.0, 2000, 500),
+}
+"""Groups, the sigma of their lengths, tokens of prompts, median of responses."""
+
+
+@pytest.mark.parametrize("num_replicas", [2, 4, 8])
+@pytest.mark.parametrize("mix", list(MIXES))
+def test_cutting_shortens_the_end_of_a_batch_and_never_lengthens_it_by_much(mix: str, num_replicas: int) -> None:
+    """Of ten batches each; training takes as long as rollouts do. By index a long group waits for its round."""
+    size, sigma, num_prompt, median = MIXES[mix]
+    rng = random.Random(f"{mix} {num_replicas}")
+    for by_index in (False, True):
+        ratios: list[float] = []
+        for _ in range(10):
+            lengths = [round(median * rng.lognormvariate(0, sigma)) + 1 for _ in range(size)]
+            groups = [
+                plain_group(i, num_prompt, [max(1, round(rng.uniform(0.5, 1.5) * length)) for _ in range(8)])
+                for i, length in enumerate(lengths)
+            ]
+            finished_s = [max(len(r.token_ids) for r in group.responses) / 100 for group in groups]
+            speeds = [sum(map(num_tokens, groups)) / num_replicas / max(finished_s)] * num_replicas
+            whole, cut = (
+                Simulation(speeds, cuts_above=above).run(groups, finished_s, by_index=by_index).ended_s
+                for above in (math.inf, MICRO_BATCH)
+            )
+            ratios.append(cut / whole)
+        mean = sum(ratios) / len(ratios)
+        name = f"{mix}, {num_replicas} replicas, {'by index' if by_index else 'as they finish'}"
+        print(f"{name}: {mean:.3f} of the time ({min(ratios):.3f} to {max(ratios):.3f})")
+        assert mean <= (1.02 if by_index else 1.0) and max(ratios) < (1.3 if by_index else 1.1)
+        if mix == "one group":
+            assert mean < 0.85
+
+
+def test_by_index_pieces_follow_from_lengths_whatever_finishes_when() -> None:
+    rng = random.Random()
+    groups, _ = draw(rng, 30, 1.5)
+    batches = [Batch(0, {i: groups[i].prompt for i in indices}) for indices in (range(14), range(14, 30))]
+    found: list[list[list[GroupKey]]] = []
+    for _ in range(5):
+        given: list[list[GroupKey]] = [[] for _ in range(3)]
+
+        def give(replica: int, item: Group | int, given: list[list[GroupKey]] = given) -> None:
+            given[replica].append((*item.key, len(item.rollouts)) if isinstance(item, Group) else (item,))
+
+        (rounds,) = Docking(3, by_index=True, cuts_above=800).docks(batches, give)
+        for group in rng.sample(groups, len(groups)):
+            rounds.put(group)
+        assert rounds.is_complete
+        for part in given:
+            ends = [i for i, each in enumerate(part) if len(each) == 1]
+            assert [part[i] for i in ends] == [(0,), (1,)] and ends[-1] == len(part) - 1
+            assert {key[0] < 14 for key in part[: ends[0]]} == {True} and min(part[ends[0] + 1 : -1])[0] >= 14
+        found.append([sorted(part) for part in given])
+    assert all(each == found[0] for each in found) and any(key[1] for part in found[0] for key in part if len(key) > 1)
+
+
 def test_shares_are_fixed_by_index_and_for_a_reserve() -> None:
     prompts = {i: Prompt(f"p{i}", (1,), {}) for i in range(6)}
     whole, reserve = Batch(0, prompts), Batch(0, prompts, 4)
-    assert has_fixed_shares([whole], by_index=True) and has_fixed_shares([reserve], by_index=False)
-    assert not has_fixed_shares([whole], by_index=False)
+    for by_index in (True, False):
+        shares = Docking(3, by_index).docks([reserve], lambda r, item: None)
+        assert [sorted(set().union(*dock._missing)) for dock in shares] == [[0, 3], [1, 4], [2, 5]]
+    (dock,) = Docking(3).docks([whole], lambda r, item: None)
+    assert isinstance(dock, Dock)
+    (rounds,) = Docking(3, by_index=True).docks([whole], lambda r, item: None)
+    assert isinstance(rounds, Rounds)
 
 
 def test_a_large_batch_is_placed_in_no_time() -> None:
     """8,192 groups that go to 64 replicas."""
     groups = [random_group(i, 4, (5 + i % 7,)) for i in range(8192)]
-    pending: list[list[int]] = [[] for _ in range(64)]
+    pending: list[list[GroupKey]] = [[] for _ in range(64)]
     dock = Dock(
         [range(8192)],
         range(64),
-        lambda r, item: pending[r].append(item.index) if isinstance(item, Group) else None,
+        lambda r, item: pending[r].append(item.key) if isinstance(item, Group) else None,
         max_ahead=100,
     )
     began_s = time.process_time()

@@ -6,6 +6,7 @@ share its process groups, which take longer to create than such a job takes to r
 
 import gc
 import json
+import math
 import pickle
 import sys
 from dataclasses import asdict, dataclass, field
@@ -23,8 +24,11 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.config.sections import ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.method.group_proof import join_pieces
+from async_rl.method.pieces import cut, may_be_cut
 from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Batch, Group
+from async_rl.producer.cutting import num_tokens
 from tests.support.finished_groups import Arriving
 from tests.support.trainer.own_stores import OwnStores
 from trainer.devices import Device, choose_device
@@ -66,21 +70,35 @@ def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> 
         report["scores"].append(trainer.score(first.prompt.token_ids, [r.token_ids for r in first.responses]))
         batch = Batch(number, {group.index: group.prompt for group in groups})
         mini_batches = batch.split(train.steps_per_batch)
-        arriving = Arriving([group for group in groups if _deal(number, group, num_replicas) == replica], mini_batches)
+        arriving = Arriving(_dealt(job, number, groups, num_replicas)[replica], mini_batches)
         order = TrainingOrder(arriving, train, mini_batches, replica, num_replicas)
         for _ in mini_batches:
             order.begin_mini_batch()
             rows = [row for window in trainer.windows(order) for row in trainer.accumulate(window)]
-            report["rows"].append(
-                [asdict(row) | {"max_logprob_gap": row.all_gaps.largest} for row in trainer.gather(rows)]
-            )
+            rows = join_pieces(trainer.gather(rows))
+            report["rows"].append([asdict(row) | {"max_logprob_gap": row.all_gaps.largest} for row in rows])
             report["steps"].append(asdict(trainer.optimizer_step()))
     return report
 
 
-def _deal(number: int, group: Group, num_replicas: int) -> int:
-    """The replica of a group: those of every second batch all go to the last one, as a dock may give them."""
-    return num_replicas - 1 if number % 2 else group.index % num_replicas
+def _dealt(job: Job, number: int, groups: list[Group], num_replicas: int) -> list[list[Group]]:
+    """Each replica's groups of a batch, as a dock may give them: those of every second batch all go to the last one; of
+    the others a group that is longer than a micro-batch goes in pieces to as many as there are."""
+    dealt: list[list[Group]] = [[] for _ in range(num_replicas)]
+    if number % 2:
+        dealt[-1] += groups
+        return dealt
+    for group in groups:
+        rest, replica = group, group.index
+        is_long = num_tokens(group) > job.layout.get("micro_batch_tokens", math.inf)
+        for left in range(num_replicas, 1, -1):
+            if not (is_long and may_be_cut(rest)):
+                break
+            piece, rest = cut(rest, math.ceil(len(rest.rollouts) / left))
+            dealt[replica % num_replicas].append(piece)
+            replica += 1
+        dealt[replica % num_replicas].append(rest)
+    return dealt
 
 
 def make_trainer(job: Job, parallel: Parallel, section: TrainerSection) -> MegatronTrainer:

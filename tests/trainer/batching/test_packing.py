@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from async_rl.config.train_section import TrainSection
+from async_rl.method.pieces import cut
 from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Batch, Group, Prompt
 from tests.support.groups import random_group
@@ -71,6 +72,33 @@ def test_windows_hold_every_group_once_whatever_arrives_when(order: str, whole_b
         for micro_batch in (micro_batch for window in windows for micro_batch in window):
             assert sum(map(num_rows, micro_batch)) <= 30
         assert whole_backlog or all(len(window) == 1 for window in windows)
+
+
+def test_by_index_pieces_of_others_come_last_and_by_themselves_whatever_arrives_when() -> None:
+    rng = random.Random()
+    batch = Batch(0, {i: Prompt(f"p{i}", (3,), {}) for i in range(12)})
+    for _ in range(50):
+        groups = [random_group(i, rng.randint(1, 9), (rng.randint(1, 9), rng.randint(1, 9))) for i in range(12)]
+        own, others = groups[::2], [cut(group, 1)[1] for group in groups[1::2]]
+        shuffled = rng.sample([*own, *others], len(groups))
+        bounds = sorted(rng.randrange(13) for _ in range(5))
+        bursts = [shuffled[a:b] for a, b in zip([0, *bounds], [*bounds, 12], strict=True)]
+        order = TrainingOrder(Scripted(*bursts), TrainSection(iterations=1, order="prompt"), [batch], 0, 2)
+        order.begin_mini_batch()
+        micro_batches = [micro_batch for window in pack_windows(order, 30, False) for micro_batch in window]
+        assert micro_batches == [*pack(own, 30), *pack(others, 30)]
+
+
+def test_by_index_the_last_own_groups_do_not_wait_for_those_of_others() -> None:
+    batch = Batch(0, {i: Prompt(f"p{i}", (3,), {}) for i in range(4)})
+    own, other = [random_group(i, 4, (3,)) for i in (0, 2)], cut(random_group(1, 4, (3, 3)), 1)[1]
+    source = Scripted(own, [other])
+    order = TrainingOrder(source, TrainSection(iterations=1, order="prompt"), [batch], 0, 2)
+    order.begin_mini_batch()
+    windows = pack_windows(order, 100, whole_backlog=False)
+    assert indexes(next(windows)) == [[0, 2]]
+    assert source.bursts == [[other]], "nothing more was asked for"
+    assert indexes(next(windows)) == [[1]]
 
 
 def test_in_order_of_completion_the_first_group_does_not_wait_for_company() -> None:
