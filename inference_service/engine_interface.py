@@ -118,6 +118,10 @@ class Engine(Protocol):
     @property
     def weight_fingerprint(self) -> str | None: ...
 
+    async def base_digest(self) -> str | None:
+        """Of the weights without adapters (`async_rl.shared.weights.stream.base_digest`); None if it has none."""
+        ...
+
     def stats(self) -> EngineStats: ...
 
     async def generate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> list[Choice]:

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from async_rl.checks.forecast.training_memory import WEIGHT_BYTES
-from async_rl.checks.preflight.adapter import CONFIG_FILE
 from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, WriteFailed
@@ -22,6 +21,7 @@ from async_rl.shared.programs.command_line import Parser
 from async_rl.shared.programs.error_text import error_text
 from async_rl.shared.programs.extras import require_extras
 from async_rl.shared.programs.failure_report import report_failure
+from async_rl.shared.protocol.adapter import CONFIG_FILE
 
 log = logging.getLogger("export")
 

@@ -3,15 +3,21 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.errors import AsyncRLError, LeaderFailed, RunStopped
 from async_rl.loop import Window
 from async_rl.method.group_proof import GroupProof
 from async_rl.method.step_stats import StepStats
 from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Batch, Group, Publication, WeightVersion
-from async_rl.shared.weights.sender import WeightSource
-from async_rl.shared.weights.stream import Stream
+from async_rl.shared.protocol.inference import AdapterInfo
+from async_rl.shared.protocol.sender import Content
+from async_rl.shared.weights.sender import AdapterSource, WeightSource
+from async_rl.shared.weights.stream import Stream, base_digest
+from trainer.hf.adapter_export import AdapterExport
+from trainer.hf.weight_export import WeightExport
 from trainer.parallel import Parallel
 from trainer.shutdown import Shutdown
 from trainer.trainer import MegatronTrainer
@@ -22,9 +28,9 @@ CHANGE = "change"
 PUBLISHED = "published"
 FAILED = "failed"
 STOPPED = "stopped"
-"""Messages of the main rank to the other ranks while it publishes: take part in a stream of the weights, once per
-attempt; in scoring the responses that follow; change the weights by the strengths that follow; continue with the
-publication that follows; or end, for the reason that follows: a failure, or because the run was told to."""
+"""Messages of the main rank to the other ranks while it publishes: take part in a stream of the content that follows,
+once per attempt; in scoring the responses that follow; change the weights by the strengths that follow; continue with
+the publication that follows; or end, for the reason that follows: a failure, or because the run was told to."""
 
 
 class TrainingRank:
@@ -119,9 +125,9 @@ class TrainingRank:
         try:
             while True:
                 match self._parallel.broadcast_json(None):
-                    case [message] if message == STREAM:
+                    case [message, content] if message == STREAM:
                         with self._megatron.turns.weights():
-                            self._megatron.export.serve()
+                            _export_of(self._megatron, content).serve()
                     case [message, prompt, responses] if message == SCORE:
                         self._megatron.score(prompt, responses)
                     case [message, strengths] if message == CHANGE:
@@ -143,13 +149,37 @@ class TrainingRank:
                 self._megatron.canary_weights.restore()
 
 
-def weight_source(megatron: MegatronTrainer, parallel: Parallel, watch: Callable[[], None]) -> WeightSource:
-    """The main rank's weights for a publish: announces to the other ranks each operation that they take part in."""
+def adapter_info(megatron: MegatronTrainer, parallel: Parallel, section: AdapterSection) -> AdapterInfo | None:
+    """What adapters that are published alone are to the base, whose digest all ranks compute together; None if they are
+    published merged, and on other ranks than the main one."""
+    if megatron.adapter_export is None:
+        return None
+    if not parallel.is_main:
+        megatron.export.serve()
+        return None
+    assert section.rank is not None, "there are adapters"
+    return AdapterInfo(rank=section.rank, alpha=section.alpha, base=base_digest(megatron.export.stream()))
 
-    def stream() -> Stream:
-        parallel.broadcast_json([STREAM])
+
+def _export_of(megatron: MegatronTrainer, content: Content) -> WeightExport | AdapterExport:
+    if content == "whole":
+        return megatron.export
+    assert megatron.adapter_export is not None, "these weights have no adapters that are published alone"
+    return megatron.adapter_export
+
+
+def weight_source(
+    megatron: MegatronTrainer, parallel: Parallel, watch: Callable[[], None], adapter: AdapterInfo | None = None
+) -> WeightSource:
+    """The main rank's weights for a publish: announces to the other ranks each operation that they take part in.
+
+    `adapter` is what `adapter_info` returned.
+    """
+
+    def stream(content: Content) -> Stream:
+        parallel.broadcast_json([STREAM, content])
         with megatron.turns.weights():
-            yield from megatron.export.stream()
+            yield from _export_of(megatron, content).stream()
 
     def score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
         parallel.broadcast_json([SCORE, list(prompt), list(map(list, responses))])
@@ -161,7 +191,13 @@ def weight_source(megatron: MegatronTrainer, parallel: Parallel, watch: Callable
             megatron.canary_weights.change(strengths)
 
     weights = megatron.canary_weights
-    return WeightSource(megatron.export.specs, stream, score, change, weights.classes, weights.one_tensor, watch)
+    alone = None
+    if adapter is not None:
+        alone = AdapterSource(_export_of(megatron, "adapters").specs, partial(stream, "adapters"), adapter)
+    whole = partial(stream, "whole")
+    return WeightSource(
+        megatron.export.specs, whole, score, change, weights.classes, weights.one_tensor, watch, adapter=alone
+    )
 
 
 class NoRolloutSource:

@@ -47,10 +47,12 @@ from trainer.critic import Critic
 from trainer.devices.memory import memory_peaks
 from trainer.devices.peak_flops import peak_flops_of
 from trainer.forward_backward import Pass, make_passes
+from trainer.hf.adapter_export import AdapterExport
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.hf.weight_export import WeightExport
 from trainer.loss_sums import LossSums, rollout_kl
 from trainer.parallel import Parallel
+from trainer.policy.canary_adapters import CanaryAdapters
 from trainer.policy.canary_weights import CanaryWeights
 from trainer.policy.merge_watch import MergeWatch
 from trainer.policy.optimizer import PolicyOptimizer
@@ -81,10 +83,12 @@ class MegatronTrainer:
         adapter: AdapterSection = NO_ADAPTER,
         *,
         takes_turns: bool = False,
+        publishes_adapters: bool = False,
     ) -> None:
         """Loads the model named by `model.path`, and the critic where the algorithm needs one.
 
-        With `takes_turns` its memory leaves the device from each publish to the first window.
+        With `takes_turns` its memory leaves the device from each publish to the first window. With `publishes_adapters`
+        a publish sends the adapters alone, and `export` the base.
 
         Raises:
             ConfigError: there is no such checkpoint, or the trainer does not support it.
@@ -125,9 +129,11 @@ class MegatronTrainer:
             num_frozen=len(self.models.frozen),
             peak_flops=peak_flops_of(parallel.device.DEVICE, self._dtype),
         )
-        self.export = WeightExport(self.models.policy_model)
-        self.canary_weights = CanaryWeights(self.models.policy_model)
-        self._merges = MergeWatch(self.models.policy_model)
+        policy = self.models.policy_model
+        self.export = WeightExport(policy, merges=not publishes_adapters)
+        self.adapter_export = AdapterExport(policy, adapter) if publishes_adapters else None
+        self.canary_weights = CanaryAdapters(policy, adapter) if publishes_adapters else CanaryWeights(policy)
+        self._merges = None if publishes_adapters else MergeWatch(policy)
         self.turns = Turns(self._trained, self._frozen, parallel.device.DEVICE, takes_turns=takes_turns)
         self._feed = GroupFeed(parallel, section)
         self._totals: Totals | None = None
@@ -151,6 +157,7 @@ class MegatronTrainer:
             config.train,
             adapter,
             takes_turns=takes_turns,
+            publishes_adapters=config.publishes_adapters,
         )
 
     def windows(
@@ -234,9 +241,11 @@ class MegatronTrainer:
         # A replica that got no group has not needed its memory until now.
         self.turns.take()
         totals = self._own_totals() if self._parallel.reports else {}
-        own = [totals, memory_peaks(self._parallel.device.DEVICE), self._merges.own()]
-        of_ranks = self._parallel.gather_json(own)
-        of_merges = self._merges.note((merges for *_, merges in of_ranks), is_new=self._samples)
+        merges = {} if self._merges is None else self._merges.own()
+        of_ranks = self._parallel.gather_json([totals, memory_peaks(self._parallel.device.DEVICE), merges])
+        of_merges: dict[str, float] = {}
+        if self._merges is not None:
+            of_merges = self._merges.note((merges for *_, merges in of_ranks), is_new=self._samples)
         sums = Counter(added(part for part, *_ in of_ranks))
         totals = {name.removeprefix("total/"): value for name, value in sums.items() if name.startswith("total/")}
         assert sums["tokens"], "optimizer_step() without an accumulated group"

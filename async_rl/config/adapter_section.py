@@ -26,6 +26,11 @@ class AdapterSection(Section):
         "up_proj, down_proj",
     )
     path: Path | None = Field(None, description="a peft directory with adapters to start from; by default new ones")
+    publish: Literal["auto", "merged", "adapters"] = Field(
+        "auto",
+        description="instances get whole weights with the adapters in them, or the adapters alone, which they compute "
+        "beside the base; auto: alone where the engine can (see adapters.md)",
+    )
 
     @property
     def is_given(self) -> bool:

@@ -99,9 +99,12 @@ class _Need:
     remedy: str
 
 
+ENABLE_LORA = "--enable-lora"
+"""vLLM's option, without which it takes no adapters."""
+
 NEEDS = (
     _Need("reward", "column", lambda c: bool(c.reward.parts), "[[reward.parts]], which its rows name"),
-    _Need("adapter", "alpha targets path", lambda c: c.adapter.is_given, "adapter.rank"),
+    _Need("adapter", "alpha targets path publish", lambda c: c.adapter.is_given, "adapter.rank"),
     _Need("algorithm", "teacher_coef", lambda c: c.algorithm.teacher is not None, "algorithm.teacher"),
     _Need(
         "inference",
@@ -139,6 +142,18 @@ class Config(Section):
         if self.rollout.program == SINGLE_TURN:
             return self.prompts.max_prompt_tokens + self.rollout.max_response_tokens
         return self.rollout.options.max_context_tokens
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether a publish sends adapters alone, and not merged into the weights.
+
+        vLLM computes with adapters only where it was started for that. Instances that take turns with the trainer drop
+        their weights each time, and so need all of them.
+        """
+        if not self.adapter.is_given or self.adapter.publish != "auto":
+            return self.adapter.is_given and self.adapter.publish == "adapters"
+        engine = self.inference.engine == "transformers" or ENABLE_LORA in self.inference.engine_options
+        return engine and self.run.placement != "turns"
 
     def with_iterations(self, num_prompts: int) -> "Config":
         """With the number of iterations that `train.epochs` of so many prompts are, if these are what it has.
@@ -206,6 +221,7 @@ class Config(Section):
             self._whole_groups_fit_a_micro_batch,
             self._groups_can_be_compared,
             self._instances_have_a_range,
+            self._adapters_find_their_base,
             self._settings_have_an_effect,
         )
         if faults := [fault for check in checks for fault in check()]:
@@ -335,6 +351,13 @@ class Config(Section):
             yield (
                 f"cluster.max_instances is {self.cluster.max_instances}, but inference.num_instances, the least, is "
                 f"{self.inference.num_instances}: raise the one or lower the other"
+            )
+
+    def _adapters_find_their_base(self) -> Iterator[str]:
+        if self.publishes_adapters and self.run.placement == "turns":
+            yield (
+                "adapter.publish is 'adapters', but run.placement is 'turns': instances drop the weights below the "
+                "adapters each time they sleep; set adapter.publish to 'merged'"
             )
 
     def _settings_have_an_effect(self) -> Iterator[str]:

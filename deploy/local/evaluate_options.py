@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from async_rl.checks.preflight.adapter import CONFIG_FILE
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.records.run_records import METRICS
 from async_rl.shared.programs.command_line import Parser
+from async_rl.shared.protocol.adapter import CONFIG_FILE
 
 CONFIG_SUFFIX = ".toml"
 

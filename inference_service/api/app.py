@@ -164,7 +164,9 @@ def _add_weight_routes(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
             return RpcResponse(results=[engine.weight_fingerprint])
         if body.method == routes.NCCL_METHOD:
             return RpcResponse(results=[nccl_version()])
+        if body.method == routes.BASE_METHOD:
+            return RpcResponse(results=[await engine.base_digest()])
         raise EngineFault(
             f"Call to collective_rpc method failed: the engine has no method {body.method!r}, "
-            f"only {routes.FINGERPRINT_METHOD!r} and {routes.NCCL_METHOD!r}"
+            f"only {routes.FINGERPRINT_METHOD!r}, {routes.NCCL_METHOD!r} and {routes.BASE_METHOD!r}"
         )

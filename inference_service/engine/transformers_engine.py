@@ -146,6 +146,9 @@ class TransformersEngine:
     def weight_fingerprint(self) -> str | None:
         return self._update.fingerprint
 
+    async def base_digest(self) -> str | None:
+        return await self._block(self._update.base_digest)
+
     def stats(self) -> EngineStats:
         unfinished = {True: 0, False: 0}
         for request in self._requests:

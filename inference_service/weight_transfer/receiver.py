@@ -14,7 +14,7 @@ from async_rl.shared.model_families import TABLE, ExpertNames, Family
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from async_rl.shared.weights.snapshot import read_snapshot
 from async_rl.shared.weights.store import join_rendezvous
-from async_rl.shared.weights.stream import Fingerprint, TensorSpec, WeightGroup, fingerprint_on
+from async_rl.shared.weights.stream import DeviceFingerprint, Fingerprint, TensorSpec, WeightGroup, fingerprint_on
 from inference_service.engine_interface import RequestRefused
 
 
@@ -61,7 +61,7 @@ def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
 
 
 def check_update(update: UpdateInfo, expected: Mapping[str, TensorSpec]) -> list[TensorSpec]:
-    """Compares an announced stream with the model, before anything is received.
+    """Compares an announced stream with what the model takes, before anything is received.
 
     Raises:
         RequestRefused: the lists differ in length, a name is unknown or given twice, or a dtype or shape differs.
@@ -150,7 +150,7 @@ class WeightReceiver:
             PublishError: no group was joined, or the transfer failed; the group is then left, and a new one must be
                 joined.
         """
-        fingerprint = Fingerprint() if update.snapshot or self._group is None else fingerprint_on(self._group.device)
+        fingerprint = self.fingerprint_for(update)
         tensors = (
             self._from_group(specs, into or {})
             if update.snapshot is None
@@ -161,6 +161,10 @@ class WeightReceiver:
                 fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
                 yield spec, tensor
         self._fingerprint = fingerprint.hexdigest()
+
+    def fingerprint_for(self, update: UpdateInfo) -> Fingerprint | DeviceFingerprint:
+        """As the sender of this stream computes it."""
+        return Fingerprint() if update.snapshot or self._group is None else fingerprint_on(self._group.device)
 
     def _from_group(
         self, specs: Sequence[TensorSpec], into: Mapping[str, torch.Tensor]

@@ -8,6 +8,9 @@ SERVING --start--> UPDATING --finish, complete--> SERVING
    +---start..finish--BROKEN   a stream broke, or finish found tensors missing: old and new weights are mixed;
                                or they were dropped for a sleep
 ```
+Adapters come in a stream of their own, beside which the weights below them stay: they are kept apart until finish puts
+them in service, so a stream of them that breaks leaves what was there.
+
 All methods block and are called by the engine's control thread only, while generation is held.
 """
 
@@ -16,9 +19,11 @@ import enum
 import torch
 
 from async_rl.errors import AsyncRLError
-from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.protocol.inference import AdapterInfo, InitInfo, UpdateInfo
+from async_rl.shared.weights.stream import base_digest
 from async_rl.shared.weights.swap import Swap
 from inference_service.engine_interface import EngineFault, RequestRefused
+from inference_service.weight_transfer.adapters import ModelAdapters, ReceivedAdapters
 from inference_service.weight_transfer.receiver import WeightReceiver, check_update, parameter_views, specs_of
 
 
@@ -38,6 +43,9 @@ class WeightUpdate:
         self._specs = specs_of(self._views)
         self._receiver = WeightReceiver()
         self._received: set[str] = set()
+        self._adapters = ModelAdapters(model)
+        self._received_adapters: ReceivedAdapters | None = None
+        self._digest: str | None = None
         self._touched = False
         self.is_sleeping = self._swap.is_away
         """Whether the weights have left the device."""
@@ -55,7 +63,18 @@ class WeightUpdate:
 
     @property
     def fingerprint(self) -> str | None:
-        return self._receiver.fingerprint
+        """Of what was received last: adapters are read where they are, also after they were put in service."""
+        if self._received_adapters is not None:
+            return self._received_adapters.fingerprint()
+        return self._adapters.fingerprint() or self._receiver.fingerprint
+
+    def base_digest(self) -> str | None:
+        """Of the weights without adapters; None if they are not complete."""
+        if self.is_sleeping or self._phase in (Phase.BROKEN, Phase.ASLEEP) or self._missing():
+            return None
+        if self._digest is None:
+            self._digest = base_digest((self._specs[name], view) for name, view in self._views.items())
+        return self._digest
 
     def sleep(self, *, keeps: bool) -> None:
         """Gives the weights' memory back; with `keeps` their values stay on the host until `wake`.
@@ -71,6 +90,8 @@ class WeightUpdate:
             self._swap.to_host()
         else:
             self._swap.discard()
+            self._adapters.remove()
+            self._digest = None
             self._phase, self._fault = Phase.ASLEEP, None
         self.is_sleeping = True
 
@@ -106,6 +127,7 @@ class WeightUpdate:
         self._touched = self._phase is Phase.BROKEN
         self._phase = Phase.UPDATING
         self._received.clear()
+        self._received_adapters = None
 
     def receive(self, update: UpdateInfo) -> None:
         """Checks and receives one stream, from the weight group or from a snapshot, which needs no group.
@@ -118,8 +140,13 @@ class WeightUpdate:
         """
         if self._phase is not Phase.UPDATING:
             raise EngineFault("no weight update is going on: call /start_weight_update first")
+        self._received_adapters = None
+        if update.adapter is not None:
+            self._received_adapters = self._receive_adapters(update, update.adapter)
+            return
         specs = check_update(update, self._specs)
         was_touched, self._touched = self._touched, True
+        self._digest = None
         try:
             for spec, _ in self._receiver.stream(update, specs, self._views):
                 self._received.add(spec.name)
@@ -138,16 +165,46 @@ class WeightUpdate:
         """
         if self._phase is not Phase.UPDATING:
             raise EngineFault("no weight update is going on: call /start_weight_update first")
-        missing = [name for name in self._specs if name not in self._received]
-        if missing and not self._touched:
+        adapters, self._received_adapters = self._received_adapters, None
+        if not self._touched and adapters is None:
             self._phase = Phase.SERVING
             raise EngineFault("no weights were received since the update started: the old ones stay in service")
-        if missing:
+        if missing := self._missing():
             reason = f"{len(missing)} of {len(self._specs)} tensors were not received, the first is {missing[0]!r}"
             self._break(f"the weight update is not complete: {reason}")
             raise EngineFault(f"the weight update is not complete, the instance is out of service: {reason}")
+        if adapters is not None:
+            self._adapters.put(adapters)
+        else:
+            # Whole weights have what was learned in them.
+            self._adapters.remove()
         self._phase = Phase.SERVING
         self._fault = None
+
+    def _receive_adapters(self, update: UpdateInfo, info: AdapterInfo) -> ReceivedAdapters:
+        specs = check_update(update, self._adapters.expected(info))
+        self._adapters.require_pairs(update.names)
+        if (held := self.base_digest()) != info.base:
+            raise RequestRefused(
+                f"the adapters are for weights with digest {info.base}, this instance has {held}: send those weights "
+                "first, or start it with the trainer's model",
+                "update_info.adapter.base",
+            )
+        device = next(iter(self._views.values())).device
+        factors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs}
+        make_fingerprint = type(self._receiver.fingerprint_for(update))
+        try:
+            for _ in self._receiver.stream(update, specs, factors):
+                pass
+        except RequestRefused:
+            raise
+        except (AsyncRLError, RuntimeError) as error:
+            raise EngineFault(f"a stream of adapters broke, and what was there stays: {error}") from error
+        return ReceivedAdapters(info, factors, make_fingerprint)
+
+    def _missing(self) -> list[str]:
+        """Tensors that are still to be received, once any of them was."""
+        return [name for name in self._specs if name not in self._received] if self._touched else []
 
     def _break(self, reason: str) -> None:
         self._phase = Phase.BROKEN

@@ -70,6 +70,7 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
         dtype: str = "float32",
         device: Device | None = None,
         adapter: AdapterSection | None = None,
+        publishes_adapters: bool = False,
         **options: float | str,
     ) -> MegatronTrainer:
         def section(kind: type) -> dict[str, float | str]:
@@ -84,6 +85,7 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
             OptimizerSection(**{"learning_rate": 1e-2} | section(OptimizerSection)),
             TrainSection(**{"iterations": 10} | section(TrainSection)),
             adapter or AdapterSection(),
+            publishes_adapters=publishes_adapters,
         )
 
     return make

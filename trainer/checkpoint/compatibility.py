@@ -36,6 +36,7 @@ _MAY_CHANGE = {
     "algorithm.options.critic_learning_rate",
     # Read where there is no checkpoint.
     "adapter.path",
+    "adapter.publish",
 }
 _OF_A_START = {"run.dir", "run.resume", "run.accept_changes", "pool.instances"}
 """Others at every start."""

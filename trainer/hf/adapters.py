@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from async_rl.checks.preflight.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.errors import ConfigError
 from async_rl.shared.files import replace_directory, write_failed
+from async_rl.shared.protocol.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from trainer.hf.checkpoint import save_tensors
 from trainer.hf.fusions import SlicedQKV
 from trainer.hf.weight_map import COLUMNS, Layout, WeightEntry, weight_map
@@ -53,7 +53,7 @@ def add_adapters(model: RankModel, section: AdapterSection) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(model.shape.gives_values and name.endswith("output_layer.weight"))
     for entry in weight_map(model.shape, Layout.of(parallel)):
-        if not entry.is_on(parallel) or not _has_adapter(entry, section):
+        if not entry.is_on(parallel) or not has_adapter(entry, section):
             continue
         assert not isinstance(entry.fusion, SlicedQKV), "ranks that share a key / value head have no adapters"
         shards = [shard.slices for shard in entry.shards(*entry.share_of(parallel))]
@@ -94,7 +94,7 @@ def start_adapters(model: RankModel, section: AdapterSection) -> None:
         raise ConfigError(f"adapter.path: {str(path)!r} cannot be read: {error}") from error
 
 
-def _has_adapter(entry: WeightEntry, section: AdapterSection) -> bool:
+def has_adapter(entry: WeightEntry, section: AdapterSection) -> bool:
     """Whether a weight is that of a targeted linear layer; of a matrix that holds several, one of them is enough."""
     is_linear = entry.divided is not None and entry.index is None and ".layers." in entry.megatron_name
     return is_linear and entry.megatron_name.endswith(".weight") and any(map(section.targets_layer, entry.hf_shapes))

@@ -39,10 +39,11 @@ class WeightExport:
     A stream is a collective: while the main rank iterates over `stream()`, each other rank calls `serve()` once.
     """
 
-    def __init__(self, model: RankModel, bucket_bytes: int = PARCEL_BYTES) -> None:
+    def __init__(self, model: RankModel, bucket_bytes: int = PARCEL_BYTES, *, merges: bool = True) -> None:
+        """`merges`: each matrix with an adapter is what both are together; otherwise without."""
         self.shape = model.shape
         self._parallel = parallel = model.parallel
-        self._parameters, self._adapters = base_parameters(model), adapters_of(model)
+        self._parameters, self._adapters = base_parameters(model), adapters_of(model) if merges else {}
         any_parameter = next(iter(self._parameters.values()))
         self._dtype, self._device = any_parameter.dtype, any_parameter.device
         assert all(p.dtype == self._dtype for p in self._parameters.values()), "a parcel has tensors of one dtype"
@@ -129,7 +130,7 @@ class WeightExport:
         return part
 
     def _value(self, entry: WeightEntry) -> torch.Tensor:
-        """This rank's part of a parameter, with its adapter if it has one."""
+        """This rank's part of a parameter, with its adapter if it has one that is merged."""
         own, adapter = entry.of(self._parameters).detach(), self._adapters.get(entry.megatron_name)
         return own if adapter is None else adapter.merged(own)
 

@@ -73,7 +73,7 @@ class Adapter(torch.nn.Module):
         self.a, self.b = torch.nn.ParameterDict(), torch.nn.ParameterDict()
         self._num_rows = {matrix.name: matrix.rows.stop - matrix.rows.start for matrix in matrices}
         self._merge = merge
-        self._scale = section.scale
+        self.scale = section.scale
         self._by_columns, self._shares_rows = by_columns, shares_rows
         for matrix in (each for each in matrices if each.is_targeted):
             (outputs, inputs), name = matrix.shape, matrix.name
@@ -97,7 +97,7 @@ class Adapter(torch.nn.Module):
                 inner = reduce_scatter_to_sequence_parallel_region(inner)
             else:
                 inner = gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True)
-        out: torch.Tensor = inner @ (self._outer() * self._scale).to(x.dtype).T
+        out: torch.Tensor = inner @ (self._outer() * self.scale).to(x.dtype).T
         return out
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Adapter(torch.nn.Module):
         wide = torch.promote_types(weight.dtype, torch.float32)
         with torch.no_grad():
             change = self._outer().to(wide) @ torch.cat(list(self.a.values())).to(wide)
-            merged = torch.add(weight.to(wide), change, alpha=self._scale).to(weight.dtype)
+            merged = torch.add(weight.to(wide), change, alpha=self.scale).to(weight.dtype)
             has_update = torch.stack([factor.any() for factor in self.b.values()]).any()
             num_values = torch.tensor(merged.numel(), device=merged.device)
             self.last_merge = torch.stack([(merged != weight).sum(), num_values, has_update.long()])

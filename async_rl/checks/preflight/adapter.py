@@ -15,12 +15,10 @@ from async_rl.config.adapter_section import ALL_LINEAR, AdapterSection, Target
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_shape import ModelShape
+from async_rl.shared.protocol.adapter import CONFIG_FILE, WEIGHTS_FILE, A, B, factor_name
 
 PROPOSED_RANK = 16
 """Of adapters that `init` and `check` propose: that of the measured runs (docs/adapters.md)."""
-
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
 
 UNHELD = {
     "bias": "none",
@@ -134,8 +132,8 @@ def factor_shapes(adapter: AdapterSection, shape: ModelShape) -> dict[str, tuple
     found: dict[str, tuple[int, int]] = {}
     for layer, (outputs, inputs) in targeted(adapter, linear_sizes(shape)).items():
         for i in range(shape.num_layers):
-            name = f"{PREFIX}{LAYERS}{i}.{layer}"
-            found |= {f"{name}.lora_A.weight": (rank, inputs), f"{name}.lora_B.weight": (outputs, rank)}
+            name = f"{LAYERS}{i}.{layer}"
+            found |= {factor_name(name, A): (rank, inputs), factor_name(name, B): (outputs, rank)}
     return found
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from async_rl.checks.preflight.layout import require_layout
 from async_rl.checks.preflight.weight_files import HEAD, require_kinds, require_sizes, require_tied_head, stored_tensors
-from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, SAVE_TEXT, TABLE

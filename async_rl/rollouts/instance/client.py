@@ -351,6 +351,11 @@ class InstanceClient:
         """The fingerprint of what each worker last received; see `async_rl.shared.weights.stream.Fingerprint`."""
         return await self._call_workers(routes.FINGERPRINT_METHOD, [], timeout_s)
 
+    async def base_digest(self, timeout_s: float) -> str:
+        """Of the weights that adapters are put beside (`async_rl.shared.weights.stream.base_digest`); "None" where
+        these are not complete."""
+        return ", ".join(sorted(set(await self._call_workers(routes.BASE_METHOD, [], timeout_s))))
+
     async def nccl_versions(self, timeout_s: float) -> list[str]:
         """NCCL and torch of each worker; empty if its server has no such method, which older ones have not."""
         try:

@@ -65,5 +65,10 @@ class Admission:
 
     async def _load(self, member: Member, offer: Offer) -> None:
         client, timeout_s, wakes = member.client, self._timeout_s, self._wakes
+        if (adapter := offer.info.adapter) is not None and await client.base_digest(timeout_s) != adapter.base:
+            raise InstanceError(
+                f"instance {member.url} joins with the next publish: the weights of its model are others than those "
+                "below the trainer's adapters, and it is sent these then"
+            )
         await receive(client, offer.info, timeout_s, wakes=wakes)
         await put_in_service(client, offer.snapshot_fingerprint, offer.version, timeout_s, wakes=wakes)

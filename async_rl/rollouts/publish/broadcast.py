@@ -58,7 +58,7 @@ class Broadcast:
         try:
             if not self._all_accept(calls):
                 return None
-            sent = self._sender.send(version)
+            sent = self._sender.send(version, "whole" if info.adapter is None else "adapters")
             if sent.problem is None:
                 self._drop(calls.settle(timeout_s + ANSWER_MARGIN_S))
                 return sent

@@ -8,6 +8,10 @@ them by far more; how much noise the run allows does not matter. One that is nea
 
 Of one that is near to none the class is found by further publishes to it alone, in which classes are constant: a
 constant tensor is right in whatever order or place it is loaded, so the engine agrees once the wrong ones are constant.
+
+Where adapters are published alone it is their factors that are changed: the base is proven by its digest. The trainer
+computes what the tokens' log-probs would be without them, too, with all of one kind of factor as before, and with them
+multiplied by another number.
 """
 
 import logging
@@ -20,12 +24,14 @@ from dataclasses import dataclass
 from async_rl.config.pool_section import PublishSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.errors import InstanceError
+from async_rl.method.proof.gap_limits import HEADROOM
 from async_rl.method.token_arrays import TokenIds
 from async_rl.method.types import WeightVersion
 from async_rl.rollouts.instance.client import InstanceClient
 from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.publish.trial_request import NUM_TOKENS, Samples, TrialRequest
-from async_rl.shared.protocol.sender import ALL_STRENGTHS, CONSTANT, Sender, SenderFacts
+from async_rl.shared.protocol.adapter import A, B
+from async_rl.shared.protocol.sender import ALL_STRENGTHS, CONSTANT, SCALE, Sender, SenderFacts
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +62,12 @@ the expected ones. A tensor that is loaded in a wrong order moves them at least 
 
 EVERYTHING = "every tensor"
 UNCLEAR = "unclear"
+
+Changes = Mapping[str, int | None]
+"""Strengths of classes otherwise than a publish of the canary has them; None: as before the canary."""
+
+PERCENT = (50, 150, 200)
+"""Multiples of adapters' scale that an engine may compute with, beside those with alpha in place of alpha / rank."""
 
 
 class Canary:
@@ -126,21 +138,20 @@ class Canary:
             return {}
         facts = trainer.facts()
         scores = {
-            name: dict(zip(responses, self._score(trainer, left_out, responses), strict=True))
-            for name, left_out in (("", ()), *_signatures(facts).items())
+            name: dict(zip(responses, self._score(trainer, changes, responses), strict=True))
+            for name, changes in {"": {}, **_signatures(facts)}.items()
         }
         failures: dict[Member, InstanceError] = {}
-        apart = [(name,) for name in facts.classes if name not in facts.one_tensor]
-        units = apart + ([tuple(facts.one_tensor)] if facts.one_tensor else [])
+        units = _units(facts)
         wrong: dict[Kind, tuple[str, ...]] = {}
         for member, samples in answers.items():
             found, kind = _compare(samples, scores), self.kinds[member]
-            problem = self._problem(found)
+            problem = self._problem(found, has_adapters=facts.adapter is not None)
             if problem == UNCLEAR:
                 # Engines of a kind load in the same way, so one of them tells what the others do.
                 if kind not in wrong:
                     wrong[kind] = self._locate(member, found.own, units, trainer, sample)
-                problem = self._unclear(found, wrong[kind], units)
+                problem = self._unclear(found, wrong[kind], units, has_adapters=facts.adapter is not None)
             if problem is not None:
                 failures[member] = InstanceError(f"instance {member.url} {problem}")
                 continue
@@ -157,9 +168,10 @@ class Canary:
         kind = f"{client.dialect.name} {client.server}, {await client.engine_options(self._timeout_s)}, {self._dtype}"
         return f"{kind}, process {member.boot_id} at {member.url}" if self._exact else kind
 
-    def _score(self, trainer: Sender, left_out: Sequence[str], responses: Sequence[TokenIds]) -> list[list[float]]:
-        """Log-probs with every class changed but those in `left_out`."""
-        trainer.change({name: strength for name, strength in self._strengths.items() if name not in left_out})
+    def _score(self, trainer: Sender, changes: Changes, responses: Sequence[TokenIds]) -> list[list[float]]:
+        """Log-probs with every class changed, but for `changes`."""
+        strengths = {**self._strengths, **changes}
+        trainer.change({name: strength for name, strength in strengths.items() if strength is not None})
         return trainer.score(self._prompt, responses)
 
     def _calibrate(self, trainer: Sender) -> None:
@@ -168,11 +180,11 @@ class Canary:
         facts = trainer.facts()
         self._strengths = dict.fromkeys(facts.classes, 1)
         for _ in range(ALL_STRENGTHS):
-            (expected,) = self._score(trainer, (), [tokens])
+            (expected,) = self._score(trainer, {}, [tokens])
             weak = {
                 name
                 for name in facts.classes
-                if not _distance(self._score(trainer, (name,), [tokens])[0], expected) >= MARGIN * VISIBLE * self._noise
+                if not self._effect(trainer, name, tokens, expected) >= MARGIN * VISIBLE * self._noise
                 and self._strengths[name] < ALL_STRENGTHS
             }
             if not weak:
@@ -183,11 +195,20 @@ class Canary:
                 self._strengths[name] += 1
         trainer.change(self._strengths)
 
-    def _problem(self, found: "_Comparison") -> str | None:
-        """Why an instance's log-probs fail the check, None if they pass, `UNCLEAR` if only a search can tell."""
+    def _effect(self, trainer: Sender, name: str, tokens: TokenIds, expected: Sequence[float]) -> float:
+        """How far log-probs move where one class stays as it was."""
+        return _distance(self._score(trainer, {name: None}, [tokens])[0], expected)
+
+    def _problem(self, found: "_Comparison", *, has_adapters: bool) -> str | None:
+        """Why an instance's log-probs fail the check, None if they pass, `UNCLEAR` if only a search can tell.
+
+        One adapter of many that is left out may move them by less than a third of what its class does: so with adapters
+        they have to be as near as those of a batch (`gap_limits`), too.
+        """
         if not math.isfinite(found.own):
             return "answers with log-probs that are no finite numbers"
-        if found.own <= self._rounding or (not found.is_stale and not found.hidden):
+        is_near = not has_adapters or found.own <= HEADROOM * self._noise
+        if found.own <= self._rounding or (is_near and not found.is_stale and not found.hidden):
             if self._exact and found.own > 0:
                 return (
                     f"answers with log-probs {found.own:.3g} nats per token from those of the weights it was sent, and "
@@ -198,19 +219,31 @@ class Canary:
         if not found.is_stale:
             return UNCLEAR
         nearest = found.nearest
+        distances = f"its log-probs are {found.own:.3g} nats per token from the weights it was sent"
+        if nearest == NO_ADAPTERS or nearest.startswith(SCALE):
+            what = "without its adapters" if nearest == NO_ADAPTERS else f"with adapters multiplied by {nearest}"
+            return f"received the adapters, but computes {what}: {distances}, {found.distances[nearest]:.3g} from such"
         return (
-            f"received the weights, but computes with a stale copy of {nearest}: its log-probs are {found.own:.3g} "
-            f"nats per token from the weights it was sent, {found.distances[nearest]:.3g} from those with {nearest} "
-            "as before; its loader does not put that tensor where it is used"
+            f"received the weights, but computes with a stale copy of {nearest}: {distances}, "
+            f"{found.distances[nearest]:.3g} from those with {nearest} as before; its loader does not put that tensor "
+            "where it is used"
         )
 
-    def _unclear(self, found: "_Comparison", wrong: Sequence[str], units: Sequence[Sequence[str]]) -> str:
+    def _unclear(
+        self, found: "_Comparison", wrong: Sequence[str], units: Sequence[Sequence[str]], *, has_adapters: bool
+    ) -> str:
         """The text for an instance that computes with neither the weights sent nor a stale copy of a class.
 
         Args:
             wrong: what `_locate` found in `units`.
         """
         own = f"its log-probs are {found.own:.3g} nats per token from the weights it was sent"
+        if wrong and has_adapters:
+            kinds = dict.fromkeys(name.partition(" ")[0] for name in wrong)
+            return (
+                f"received the adapters, but computes with wrong ones of {' and '.join(kinds)}: {own}, and agree "
+                "without these: they are others, of other layers, in another order or multiplied by another number"
+            )
         loader = "its loader puts these tensors in another order or place than its kernels expect"
         if "embedding" in wrong:
             loader += ", or it is given other tokens than it is sent, which equal embeddings hide"
@@ -259,12 +292,13 @@ class Canary:
             log.info("canary: %s with constant %s: %.3g nats per token", member.url, ", ".join(constant), distance)
             return distance <= min(self._rounding, own / CLEARLY)
 
-        num_judged = len(units) - 1
+        # The last unit has the head: constant, that hides everything. Without any adapter the base is left.
+        has_adapters = trainer.facts().adapter is not None
+        num_judged = len(units) if has_adapters else len(units) - 1
         try:
-            # The last unit has the head: constant, that hides everything.
             last = bisect_left(range(num_judged), True, key=lambda end: agrees(units[: end + 1]))
             if last == num_judged:
-                return units[last]
+                return () if has_adapters else units[last]
             first = last - bisect_left(range(last), True, key=lambda size: agrees(units[last - size : last + 1]))
         except _Lost:
             log.warning("canary: %s was lost in the search for the class that it has wrong", member.url)
@@ -272,12 +306,31 @@ class Canary:
         return tuple(name for unit in units[first : last + 1] for name in unit)
 
 
-def _signatures(facts: SenderFacts) -> dict[str, tuple[str, ...]]:
-    """Possible stale copies, by name -> the classes that are then unchanged."""
-    found: dict[str, tuple[str, ...]] = {name: (name,) for name in facts.classes}
+NO_ADAPTERS = "no adapters"
+
+
+def _units(facts: SenderFacts) -> list[tuple[str, ...]]:
+    """Classes that a search takes together: one tensor, or both factors of a kind of layer."""
+    if facts.adapter is not None:
+        return list(zip(facts.classes[::2], facts.classes[1::2], strict=True))
+    apart: list[tuple[str, ...]] = [(name,) for name in facts.classes if name not in facts.one_tensor]
+    return apart + ([tuple(facts.one_tensor)] if facts.one_tensor else [])
+
+
+def _signatures(facts: SenderFacts) -> dict[str, Changes]:
+    """What an engine may compute with instead, by name -> what is then otherwise: stale copies; of adapters, more."""
+    found: dict[str, Changes] = {}
+    if facts.adapter is not None:
+        found[NO_ADAPTERS] = dict.fromkeys(facts.classes, CONSTANT)
+        for percent in dict.fromkeys((*PERCENT, 100 * max(2, facts.adapter.rank))):
+            found[f"{SCALE} x {percent / 100:g}"] = {SCALE: percent}
+    found |= {name: {name: None} for name in facts.classes}
+    if facts.adapter is not None:
+        for factor in (A, B):
+            found[f"every {factor}"] = {name: None for name in facts.classes if name.endswith(factor)}
     if facts.one_tensor:
-        found[" and ".join(facts.one_tensor)] = tuple(facts.one_tensor)
-    return found | {EVERYTHING: tuple(facts.classes)}
+        found[" and ".join(facts.one_tensor)] = dict.fromkeys(facts.one_tensor)
+    return found | {EVERYTHING: dict.fromkeys(facts.classes)}
 
 
 class _Lost(Exception):

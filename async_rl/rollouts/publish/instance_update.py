@@ -1,7 +1,8 @@
 """The control calls that put new weights on one instance; the same for a publish and a late joiner.
 
     pause -> start -> update                                (`receive`)
-    -> compare fingerprints -> finish with the version -> resume -> read the version back     (`put_in_service`)
+    -> compare fingerprints -> finish with the version -> compare again what is in service
+    -> resume -> read the version back                                                        (`put_in_service`)
 
 One that sleeps while the trainer has its device (`run.placement = "turns"`) takes memory for the weights before the
 start, and for keys and values after the end: they are never there beside what a loader needs.
@@ -14,16 +15,22 @@ import asyncio
 from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable
 from async_rl.method.types import WeightVersion
 from async_rl.rollouts.instance.client import InstanceClient
-from async_rl.shared.protocol.inference import UpdateInfo
-from async_rl.shared.protocol.sender import SenderFacts
+from async_rl.shared.protocol.inference import AdapterInfo, UpdateInfo
+from async_rl.shared.protocol.sender import Content, SenderFacts
 
 ANSWER_MARGIN_S = 5.0
 """How much longer than its own timeout an instance may take to respond: its error is more specific than ours."""
 
 
-def announcement(facts: SenderFacts) -> UpdateInfo:
+def announcement(facts: SenderFacts, content: Content) -> UpdateInfo:
     """The tensors of a stream, in its order, as announced to the instances."""
-    return UpdateInfo(names=facts.names, dtype_names=facts.dtype_names, shapes=facts.shapes)
+    if content == "whole":
+        return UpdateInfo(names=facts.names, dtype_names=facts.dtype_names, shapes=facts.shapes)
+    adapter = facts.adapter
+    assert adapter is not None, "these weights have no adapters that are published alone"
+    info = AdapterInfo(rank=adapter.rank, alpha=adapter.alpha, base=adapter.base)
+    dtype_names = ["float32"] * len(adapter.names)
+    return UpdateInfo(names=adapter.names, dtype_names=dtype_names, shapes=adapter.shapes, adapter=info)
 
 
 async def receive(client: InstanceClient, info: UpdateInfo, timeout_s: float, *, wakes: bool = False) -> None:
@@ -49,16 +56,23 @@ async def receive(client: InstanceClient, info: UpdateInfo, timeout_s: float, *,
         raise error if refused is None else InstanceError(f"{error}; before that: {refused}") from refused
 
 
+async def _require_fingerprint(client: InstanceClient, has: str, fingerprint: str, timeout_s: float) -> None:
+    """
+    Raises:
+        InstanceError: it has another one, or none.
+    """
+    found = await client.weight_fingerprints(timeout_s)
+    if not found or set(found) != {fingerprint}:
+        raise InstanceError(f"instance {client.url} {has} weights with fingerprints {found}, sent was {fingerprint!r}")
+
+
 async def put_in_service(
     client: InstanceClient, fingerprint: str, version: WeightVersion, timeout_s: float, *, wakes: bool = False
 ) -> None:
     """Ends the update of an instance that received exactly the stream with this fingerprint."""
-    received = await client.weight_fingerprints(timeout_s)
-    if not received or set(received) != {fingerprint}:
-        raise InstanceError(
-            f"instance {client.url} received weights with fingerprints {received}, sent was {fingerprint!r}"
-        )
+    await _require_fingerprint(client, "received", fingerprint, timeout_s)
     await client.finish_weight_update(version, timeout_s)
+    await _require_fingerprint(client, "computes with", fingerprint, timeout_s)
     if wakes:
         await client.wake_up("kv_cache", timeout_s)
     await client.resume(timeout_s)

@@ -2,7 +2,8 @@
 
 One thread calls it and the sender of the weights; the HTTP calls run on the event loop, to all instances concurrently:
 
-    end admissions -> leave out instances that do not respond -> canary, where it is due (`canary.py`)
+    end admissions -> leave out instances that do not respond -> where adapters are published alone, send the base to
+    those that hold another one -> canary, where it is due (`canary.py`)
     -> send the stream, by broadcast or snapshot -> compare fingerprints
     -> finish with the version -> resume -> read the version back -> compare log-probs -> in service
 
@@ -37,7 +38,7 @@ from async_rl.rollouts.publish.instance_update import announcement, put_in_servi
 from async_rl.rollouts.publish.probe import Probe
 from async_rl.rollouts.publish.trial_request import Samples
 from async_rl.shared.event_loop import EventLoopThread
-from async_rl.shared.protocol.sender import Sender
+from async_rl.shared.protocol.sender import Content, Sender
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class Publisher:
             self._admission.offer = None
         self._refusing = set()
         while True:
-            members = self._asleep(self._reachable(deadline))
+            members = self._with_base(self._asleep(self._reachable(deadline)), version)
             if self._canary is not None:
                 asked_s = time.monotonic()
                 members = self._let_canary_pass(self._canary, members, version)
@@ -133,7 +134,8 @@ class Publisher:
             would_recur = bool(self._dropped) and not any(map(_may_pass, self._dropped.values()))
             kind = WeightsRefused if would_recur else PublishError
             raise kind(f"weight version {version!r} reached no instance:{self._reasons()}")
-        num_bytes = self._sender.facts().num_bytes
+        facts = self._sender.facts()
+        num_bytes = facts.num_bytes if facts.adapter is None else facts.adapter.num_bytes
         num_workers = self._worker_counts.total(members)
         urls = tuple(member.url for member in members)
         return Publication(
@@ -222,13 +224,33 @@ class Publisher:
                 self._drop(canary.judge(sample(due), self._sender, sample))
         return self._remaining(members)
 
-    def _move(self, members: Sequence[Member], version: WeightVersion) -> tuple[Offer | None, list[Member]]:
-        """Sends the stream to `members`; returns its offer, or None if no instance received it, and the receivers."""
+    def _with_base(self, members: Sequence[Member], version: WeightVersion) -> list[Member]:
+        """Those of `members` that hold the weights below adapters which are published alone; others get these first."""
+        adapter = self._sender.facts().adapter
+        if adapter is None:
+            return list(members)
+        timeout_s = self._config.timeout_s
+        held = self._ask(members, lambda member: member.client.base_digest(timeout_s))
+        lacking = [member for member, digest in held.items() if digest != adapter.base]
+        if lacking:
+            self._move(lacking, f"{version}-base", "whole")
+        return self._remaining(members)
+
+    def _move(
+        self, members: Sequence[Member], version: WeightVersion, content: Content | None = None
+    ) -> tuple[Offer | None, list[Member]]:
+        """Sends a stream to `members`; returns its offer, or None if no instance received it, and the receivers.
+
+        Args:
+            content: by default what a version is: adapters, where they are published alone.
+        """
         if not members:
             return None, []
-        info = announcement(self._sender.facts())
+        facts = self._sender.facts()
+        content = content or ("whole" if facts.adapter is None else "adapters")
+        info = announcement(facts, content)
         if self._config.transport == "snapshot":
-            sent = self._sender.write_snapshot(version)
+            sent = self._sender.write_snapshot(version, content)
             read = info.model_copy(update={"snapshot": sent.snapshot})
             timeout_s, wakes = self._config.timeout_s, self._takes_turns
             self._ask(members, lambda member: receive(member.client, read, timeout_s, wakes=wakes))

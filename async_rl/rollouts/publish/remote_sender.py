@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from async_rl.errors import LeaderFailed
-from async_rl.shared.protocol.sender import Forming, Invitations, Sender, SenderFacts, Sent
+from async_rl.shared.protocol.sender import Content, Forming, Invitations, Sender, SenderFacts, Sent
 
 T = TypeVar("T")
 
@@ -49,11 +49,11 @@ class RemoteSender:
     def wait_accepted(self, timeout_s: float) -> list[int]:
         return self._ask(list[int], "wait_accepted", timeout_s)
 
-    def send(self, version: str) -> Sent:
-        return self._ask(Sent, "send", version)
+    def send(self, version: str, content: Content) -> Sent:
+        return self._ask(Sent, "send", version, content)
 
-    def write_snapshot(self, version: str) -> Sent:
-        return self._ask(Sent, "write_snapshot", version)
+    def write_snapshot(self, version: str, content: Content) -> Sent:
+        return self._ask(Sent, "write_snapshot", version, content)
 
     def leave_group(self) -> None:
         self._ask(type(None), "leave_group")

@@ -140,17 +140,34 @@ class InitRequest(Body):
     init_info: InitInfo
 
 
+class AdapterInfo(StrictBody):
+    """What the factors A and B of a stream of adapters are to a model: y = W x + alpha / rank B A x (arXiv 2106.09685).
+
+    `base` is the digest of the weights W below them (`async_rl.shared.weights.stream.base_digest`).
+    """
+
+    rank: int = Field(ge=1)
+    alpha: float = Field(gt=0, allow_inf_nan=False)
+    base: str = Field(pattern="^[0-9a-f]{32}$")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
 class UpdateInfo(StrictBody):
     """The tensors that follow on the weight group, in this order; three lists of equal length.
 
     `names` are Hugging Face checkpoint names, `dtype_names` torch attribute names such as "float32". With `snapshot`,
-    the path of a safetensors file, they are read from there, in the same order, and no weight group is needed.
+    the path of a safetensors file, they are read from there, in the same order, and no weight group is needed. With
+    `adapter` they are the factors of adapters, named as in peft's files, and the weights below them stay.
     """
 
     names: list[str] = Field(min_length=1, fail_fast=True)
     dtype_names: list[str] = Field(fail_fast=True)
     shapes: list[Annotated[list[int], Field(fail_fast=True)]] = Field(fail_fast=True)
     snapshot: str | None = None
+    adapter: AdapterInfo | None = None
 
 
 class UpdateRequest(Body):

@@ -26,6 +26,9 @@ OPEN_PATHS = (HEALTH, "/ping", METRICS)
 FINGERPRINT_METHOD = "weight_fingerprint"
 """Worker method behind `/collective_rpc` that returns the fingerprint of the last received weight stream."""
 
+BASE_METHOD = "base_digest"
+"""Worker method that returns the digest of the weights below adapters, see `async_rl.shared.weights.stream`."""
+
 OPTIONS_METHOD = "engine_options"
 """Worker method of vLLM's servers that describes their start options that decide how weights are loaded."""
 

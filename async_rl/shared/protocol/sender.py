@@ -8,7 +8,7 @@ one instance after the other follow it, in the order in which `form` got the ins
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 ALL_STRENGTHS = 3
 """The largest strength of a class's change; 1 is the smallest."""
@@ -16,13 +16,35 @@ ALL_STRENGTHS = 3
 CONSTANT = -1
 """In place of a strength: all values of a tensor are the same."""
 
+SCALE = "scale"
+"""In place of a class of adapters' factors: what they add, in percent of what it is."""
+
+Content = Literal["whole", "adapters"]
+"""Of a stream: all weights of the model, without adapters where these are published alone; or the adapters."""
+
 Score = Callable[[Sequence[int], Sequence[Sequence[int]]], list[list[float]]]
 """(prompt, token ids of each response) -> the trainer's log-probs of each response's tokens, after temperature."""
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """The adapters that are published alone: their tensors in the order of their stream."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    """All are float32."""
+    num_bytes: int
+    rank: int
+    alpha: float
+    base: str
+    """Digest of the weights below them."""
+
+
+@dataclass(frozen=True, slots=True)
 class SenderFacts:
-    """What does not change while a sender lives: the tensors of its stream in their order, and how it sends them."""
+    """What does not change while a sender lives: the tensors of its stream in their order, and how it sends them.
+
+    With `adapter` a publish is one of adapters alone, and the other tensors are those of the base."""
 
     names: list[str]
     dtype_names: list[str]
@@ -35,6 +57,7 @@ class SenderFacts:
     """Classes that are sent as one tensor, but may be two copies in an engine."""
     nccl_version: str | None
     """As `async_rl.shared.weights.nccl_version` has it; None if the weights are not sent by NCCL, or there is none."""
+    adapter: AdapterFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +131,8 @@ class Sender(Protocol):
         """Waits until all ranks have accepted the stream's list of tensors, at most `timeout_s`; returns the others."""
         ...
 
-    def send(self, version: str) -> Sent:
-        """Broadcasts the stream to all ranks, which have accepted it; if there are snapshots, also writes that of
+    def send(self, version: str, content: Content) -> Sent:
+        """Broadcasts a stream to all ranks, which have accepted it; if there are snapshots, also writes that of
         `version`.
 
         Raises:
@@ -117,8 +140,8 @@ class Sender(Protocol):
         """
         ...
 
-    def write_snapshot(self, version: str) -> Sent:
-        """Writes the stream to the snapshot of `version`.
+    def write_snapshot(self, version: str, content: Content) -> Sent:
+        """Writes a stream to the snapshot of `version`.
 
         Raises:
             ConfigError: it cannot be written.

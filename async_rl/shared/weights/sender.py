@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
 from async_rl.shared.net.local_address import address_towards
-from async_rl.shared.protocol.sender import Forming, Invitations, Score, SenderFacts, Sent
+from async_rl.shared.protocol.adapter import adapter_fingerprint
+from async_rl.shared.protocol.inference import AdapterInfo
+from async_rl.shared.protocol.sender import AdapterFacts, Content, Forming, Invitations, Score, SenderFacts, Sent
 from async_rl.shared.weights.ipc import ipc_backend
 from async_rl.shared.weights.nccl_version import UNKNOWN, nccl_version
 from async_rl.shared.weights.rendezvous import Rendezvous, sender_address
@@ -20,6 +22,15 @@ def _no_score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list
 
 def _no_change(strengths: Mapping[str, int]) -> None:
     assert not strengths, "these weights stay as they are"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """The adapters that are published alone; those weights of their `WeightSource` are the base."""
+
+    specs: Sequence[TensorSpec]
+    stream: MakeStream
+    info: AdapterInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,7 @@ class WeightSource:
     one_tensor: Sequence[str] = ()
     watch: Callable[[], None] = lambda: None
     """See `Sender.watch`."""
+    adapter: AdapterSource | None = None
 
 
 class WeightSender:
@@ -63,6 +75,7 @@ class WeightSender:
             classes=list(source.classes),
             one_tensor=list(source.one_tensor),
             nccl_version=None if version.startswith(UNKNOWN) else version,
+            adapter=None if source.adapter is None else _facts_of(source.adapter),
         )
 
     def facts(self) -> SenderFacts:
@@ -98,24 +111,24 @@ class WeightSender:
     def wait_accepted(self, timeout_s: float) -> list[int]:
         return self._group.wait_accepted(timeout_s)
 
-    def send(self, version: str) -> Sent:
+    def send(self, version: str, content: Content) -> Sent:
         group = self._group
         # Of a group on the host it is the group's own.
         of_file = None if group.device.type == "cpu" else Fingerprint()
         try:
-            fingerprint = group.send(self._written_too(version, of_file), bucket_bytes_of(self._backend))
+            stream = self._written_too(version, content, of_file)
+            fingerprint = group.send(stream, bucket_bytes_of(self._backend))
         except PublishError as error:
             # As text, because its traceback would keep the broken group's connections open.
             return Sent(problem=str(error))
-        if self._snapshots is None:
-            return Sent(fingerprint)
         written = fingerprint if of_file is None else of_file.hexdigest()
-        return Sent(fingerprint, str(self._snapshots.commit()), written)
+        return self._sent(content, fingerprint, written)
 
-    def write_snapshot(self, version: str) -> Sent:
+    def write_snapshot(self, version: str, content: Content) -> Sent:
         assert self._snapshots is not None, "the snapshot transport needs publish.snapshot_dir"
-        fingerprint = self._snapshots.begin(version, self._source.specs).write(self._source.stream())
-        return Sent(fingerprint, str(self._snapshots.commit()), fingerprint)
+        specs, stream = self._of(content)
+        fingerprint = self._snapshots.begin(version, specs).write(stream())
+        return self._sent(content, fingerprint, fingerprint)
 
     def leave_group(self) -> None:
         rendezvous, self._rendezvous = self._rendezvous, None
@@ -134,11 +147,29 @@ class WeightSender:
         if self._snapshots is not None:
             self._snapshots.close()
 
-    def _written_too(self, version: str, fingerprint: Fingerprint | None) -> Stream:
+    def _of(self, content: Content) -> tuple[Sequence[TensorSpec], MakeStream]:
+        if content == "whole":
+            return self._source.specs, self._source.stream
+        assert self._source.adapter is not None, "these weights have no adapters that are published alone"
+        return self._source.adapter.specs, self._source.adapter.stream
+
+    def _written_too(self, version: str, content: Content, fingerprint: Fingerprint | None) -> Stream:
         """The stream, also written to a snapshot as it passes if there is a store; that is added to `fingerprint`."""
+        specs, stream = self._of(content)
         if self._snapshots is None:
-            return self._source.stream()
-        return self._snapshots.begin(version, self._source.specs).tee(self._source.stream(), fingerprint)
+            return stream()
+        return self._snapshots.begin(version, specs).tee(stream(), fingerprint)
+
+    def _sent(self, content: Content, *fingerprints: str) -> Sent:
+        """What instances find: of the stream itself, and of the snapshot that was written, if one was."""
+        if content == "adapters":
+            assert self._source.adapter is not None, "adapters were sent"
+            info = self._source.adapter.info
+            fingerprints = tuple(adapter_fingerprint(each, info.base, {info.scale}) for each in fingerprints)
+        of_stream, of_file = fingerprints
+        if self._snapshots is None:
+            return Sent(of_stream)
+        return Sent(of_stream, str(self._snapshots.commit()), of_file)
 
     @property
     def _forming(self) -> Rendezvous:
@@ -150,3 +181,14 @@ class WeightSender:
         group = self._forming.group
         assert group is not None, "the weight group is not formed"
         return group
+
+
+def _facts_of(adapter: AdapterSource) -> AdapterFacts:
+    return AdapterFacts(
+        names=[spec.name for spec in adapter.specs],
+        shapes=[list(spec.shape) for spec in adapter.specs],
+        num_bytes=sum(spec.num_bytes for spec in adapter.specs),
+        rank=adapter.info.rank,
+        alpha=adapter.info.alpha,
+        base=adapter.info.base,
+    )

@@ -94,6 +94,19 @@ class Fingerprint:
         return self._fold.hexdigest()
 
 
+def base_digest(tensors: Stream) -> str:
+    """xxh3-128 over the weights below adapters by their names, in whatever order they come; on the host.
+
+    Both ends compute it of what they hold: equal digests mean equal weights under equal names.
+    """
+    digests = {}
+    for spec, tensor in tensors:
+        of_tensor = Fingerprint()
+        of_tensor.add(spec, tensor.detach().contiguous().view(-1).view(torch.uint8))
+        digests[spec.name] = of_tensor.hexdigest()
+    return xxhash.xxh3_128("".join(digests[name] for name in sorted(digests)).encode()).hexdigest()
+
+
 SUMMED_BYTES = 64 * 2**20
 """Tensors are summed together until they have so many bytes: small ones would each cost some launches of kernels."""
 

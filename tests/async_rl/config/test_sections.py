@@ -145,11 +145,14 @@ def test_an_argument_of_an_engine_has_no_zero_character(config_file: Path) -> No
         load_config(config_file, ["--inference.engine=vllm", '--inference.engine_options=["\\u0000"]'])
 
 
+TURNS = ("--run.placement=turns", "--publish.transport=snapshot", "--publish.snapshot_dir=/dev/shm/x")
+
 WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     "reward.column=which": ('--reward.parts=[{name = "math"}]',),
     "adapter.alpha=16": ("--adapter.rank=8",),
     'adapter.targets=["q_proj"]': ("--adapter.rank=8",),
     "adapter.path=saved": ("--adapter.rank=8",),
+    "adapter.publish=merged": ("--adapter.rank=8",),
     "algorithm.teacher_coef=2": ("--algorithm.teacher=t",),
     "inference.tensor_parallel=2": ("--inference.engine=vllm",),
     'inference.engine_options=["--x"]': ("--inference.engine=vllm",),
@@ -207,3 +210,26 @@ def test_memory_is_mapped_only_where_pools_share_the_devices_of_one_host(
     with pytest.raises(ConfigError, match=message):
         load_config(config_file, ["--publish.transport=ipc", *settings])
     assert load_config(config_file, ["--publish.transport=ipc", "--run.placement=shared"]).publish.transport == "ipc"
+
+
+@pytest.mark.parametrize(
+    ("words", "alone"),
+    [
+        ((), False),
+        (("--adapter.rank=4",), True),
+        (("--adapter.rank=4", "--adapter.publish=merged"), False),
+        (("--adapter.rank=4", "--inference.engine=vllm"), False),
+        (("--adapter.rank=4", "--inference.engine=vllm", '--inference.engine_options=["--enable-lora"]'), True),
+        (("--adapter.rank=4", "--inference.engine=vllm", "--adapter.publish=adapters"), True),
+        (("--adapter.rank=4", *TURNS), False),
+    ],
+)
+def test_adapters_are_published_alone_where_the_engine_can(
+    config_file: Path, words: tuple[str, ...], alone: bool
+) -> None:
+    assert load_config(config_file, words).publishes_adapters is alone
+
+
+def test_instances_that_drop_their_base_cannot_have_adapters_alone(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run.placement is 'turns'.*set adapter.publish to 'merged'"):
+        load_config(config_file, ["--adapter.rank=4", "--adapter.publish=adapters", *TURNS])

@@ -53,6 +53,7 @@ class Job:
     dtype: str = "float32"
     eps: float = 1e-3
     adapter: dict[str, Any] = field(default_factory=dict)
+    publishes_adapters: bool = False
 
     @property
     def placement(self) -> dict[str, Any]:
@@ -113,6 +114,7 @@ def make_trainer(job: Job, parallel: Parallel, section: TrainerSection) -> Megat
             OptimizerSection(**{"learning_rate": LEARNING_RATE, **job.optimizer}),
             TrainSection(iterations=10, **job.train),
             AdapterSection(**job.adapter),
+            publishes_adapters=job.publishes_adapters,
         )
 
 

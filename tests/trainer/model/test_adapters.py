@@ -10,12 +10,12 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from async_rl.checks.preflight.adapter import PREFIX, WEIGHTS_FILE
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.file import parse_config
 from async_rl.errors import ConfigError, UpdatesRoundedAway
 from async_rl.method.types import Group
 from async_rl.shared.model_families import TABLE
+from async_rl.shared.protocol.adapter import PREFIX, WEIGHTS_FILE
 from tests.support.minimal_config import minimal_tree
 from tests.support.trainer.random_adapters import ALL, ALPHA, ATTENTION, RANK, random_adapters
 from tests.trainer.test_trainer import num_labels, relative_error, with_logprobs

@@ -29,7 +29,6 @@ from async_rl.shared.protocol.sender import CONSTANT
 from async_rl.shared.weights.sender import WeightSender, WeightSource
 from inference_service.weight_transfer.receiver import parameter_views
 from tests.support.trainer import canary_worker, layout_worker
-from tests.support.trainer.layout_worker import Job
 from trainer.parallel import Parallel
 from trainer.policy.canary_weights import class_of
 from trainer.trainer import MegatronTrainer
@@ -403,7 +402,12 @@ def test_every_layout_changes_the_same_weights_and_every_rank_puts_its_own_back(
             {"tensor_parallel": 2, "expert_parallel": 2},
         ),
         ("experts in one tensor", str(tiny_model("gpt_oss")), {"tensor_parallel": 2, "expert_parallel": 2}),
+        ("adapters in stages", str(tiny_model("qwen3", tied=True)), {"pipeline_parallel": 2}, {"rank": 3}),
+        ("adapters in chunks", str(tiny_model("qwen3", num_hidden_layers=4)), interleaved, {"rank": 3}),
+        ("divided adapters", str(tiny_model("qwen2", tied=False)), {"tensor_parallel": 2}, {"rank": 3}),
+        ("replicated adapters", str(tiny_model("qwen3")), {}, {"rank": 3, "targets": ["q_proj", "o_proj", "up_proj"]}),
     ]
+    cases = [(*case, *[{}] * (4 - len(case))) for case in cases]
     command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     subprocess.run(
         [*command, "-m", canary_worker.__name__, json.dumps(cases), str(tmp_path)],
@@ -412,12 +416,13 @@ def test_every_layout_changes_the_same_weights_and_every_rank_puts_its_own_back(
         check=True,
     )
     reports = json.loads((tmp_path / "report.json").read_text())
-    for name, checkpoint, _ in cases:
-        whole = layout_worker.make_trainer(Job("", checkpoint, [], 0, {}), parallel, TrainerSection())
-        expected, actual = canary_worker.report(whole, parallel), reports[name]
+    for name, checkpoint, _, adapter in cases:
+        whole = layout_worker.make_trainer(canary_worker.job_of(checkpoint, {}, adapter), parallel, TrainerSection())
+        expected, actual = canary_worker.report(whole, parallel, adapter), reports[name]
         assert actual["fingerprints"] == expected["fingerprints"], name
         true, changed, again, true_once_more, *_ = actual["fingerprints"]
         assert true == again == true_once_more != changed, name
+        assert actual["scores"].pop("base", "") == expected["scores"].pop("base", "")
         for stale, scores in expected["scores"].items():
             for row, expected_row in zip(actual["scores"][stale], scores, strict=True):
                 assert row == pytest.approx(expected_row, abs=1e-4), (name, stale)

@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from async_rl.checks.preflight.adapter import (
-    CONFIG_FILE,
     PATTERNS,
-    PREFIX,
     UNHELD,
-    WEIGHTS_FILE,
     factor_shapes,
     require_adapters,
 )
@@ -23,6 +20,7 @@ from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_shape import ModelShape
+from async_rl.shared.protocol.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from tests.support.minimal_config import minimal_tree
 from tests.support.published_models import CONFIGS
 from tests.support.tiny_model import DEEPSEEKS_EXPERTS, LATENTS

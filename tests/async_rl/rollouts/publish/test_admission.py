@@ -1,6 +1,7 @@
 """Why a late joiner has to wait for the next publish, and how it loads the weights in training otherwise."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from async_rl.errors import InstanceError, InstanceUnreachable
 from async_rl.rollouts.instance.dialect import EMBEDDED, VLLM, Dialect
 from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.publish.admission import Admission, Offer
-from async_rl.shared.protocol.inference import UpdateInfo
+from async_rl.shared.protocol.inference import AdapterInfo, UpdateInfo
 from tests.support.members import ready_member
 
 OFFER = Offer("v1", UpdateInfo(names=["a"], dtype_names=["float32"], shapes=[[2]], snapshot="/dev/shm/x"), "g", "f")
+BASE = "a" * 32
 
 
 class Instance:
@@ -31,7 +33,7 @@ class Instance:
             self.calls.append(name)
             if self._hangs and name == "weight_version":
                 await asyncio.Event().wait()
-            return {"weight_fingerprints": ["f"], "weight_version": "v1"}.get(name)
+            return {"weight_fingerprints": ["f"], "weight_version": "v1", "base_digest": BASE}.get(name)
 
         return call
 
@@ -89,8 +91,18 @@ def test_one_that_cannot_be_proven_now_joins_with_the_next_publish(
 @pytest.mark.parametrize(("dialect", "mode"), [(EMBEDDED, "first"), (EMBEDDED, "off"), (VLLM, "off")])
 def test_another_takes_every_step_of_an_update(dialect: Dialect, mode: str) -> None:
     steps = ["pause", "start_weight_update", "update_weights"]
-    proofs = ["weight_fingerprints", "finish_weight_update", "resume", "weight_version"]
+    proofs = ["weight_fingerprints", "finish_weight_update", "weight_fingerprints", "resume", "weight_version"]
     assert admit(OFFER, dialect, mode=mode) == steps + proofs
+
+
+@pytest.mark.parametrize("digest", [BASE, "f" * 32])
+def test_one_with_another_base_than_that_below_the_adapters_joins_with_the_next_publish(digest: str) -> None:
+    info = OFFER.info.model_copy(update={"adapter": AdapterInfo(rank=4, alpha=8, base=digest)})
+    if digest == BASE:
+        assert admit(replace(OFFER, info=info), EMBEDDED)[:2] == ["base_digest", "pause"]
+    else:
+        with pytest.raises(InstanceError, match="joins with the next publish: the weights of its model are others"):
+            admit(replace(OFFER, info=info), EMBEDDED, hangs=True)
 
 
 def test_all_of_it_ends_in_time_because_the_next_publish_waits() -> None:

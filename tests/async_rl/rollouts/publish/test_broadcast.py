@@ -49,7 +49,7 @@ class Moves:
         self._make_stream: MakeStream = stream
         config = PublishSection(**({"timeout_s": 5.0} | settings))
         self._sender = WeightSender(WeightSource(SPECS, lambda: self._make_stream()), config, "run", backend)
-        self._info = announcement(self._sender.facts())
+        self._info = announcement(self._sender.facts(), "whole")
         self._broadcast = Broadcast(loop, config, remote(self._sender) if is_remote else self._sender, self._drop)
 
     def _drop(self, failures: Mapping[Member, InstanceError]) -> None:

@@ -166,6 +166,6 @@ def test_a_late_joiner_of_a_kind_that_has_not_passed_waits_for_the_next_publish(
     member = scripted_member("http://late", "a")
     admission = Admission(PublishSection())
     admission.canary = make_canary()
-    admission.offer = Offer("run-0", announcement(sender_of(ScriptedTrainer().source).facts()), "f", "f")
+    admission.offer = Offer("run-0", announcement(sender_of(ScriptedTrainer().source).facts(), "whole"), "f", "f")
     with pytest.raises(InstanceError, match=r"joins with the next publish: .* \(publish\.canary\)"):
         asyncio.run(admission.admit(member))

@@ -41,7 +41,7 @@ class Instance:
 
 def test_an_announcement_keeps_the_order_of_the_stream() -> None:
     specs = [TensorSpec("b", "bfloat16", (3, 4)), TensorSpec("a", "float32", ())]
-    info = announcement(WeightSender(WeightSource(specs, lambda: ()), PublishSection(), "run").facts())
+    info = announcement(WeightSender(WeightSource(specs, lambda: ()), PublishSection(), "run").facts(), "whole")
     assert (info.names, info.dtype_names, info.shapes) == (["b", "a"], ["bfloat16", "float32"], [[3, 4], []])
 
 
@@ -83,7 +83,22 @@ def test_a_snapshot_has_a_time_and_a_broadcast_is_bounded_by_its_sender() -> Non
 def test_equal_fingerprints_of_all_workers_put_it_in_service() -> None:
     instance: Any = Instance(fingerprints=("f", "f"))
     asyncio.run(put_in_service(instance, "f", "v1", 5.0))
-    assert instance.calls == ["weight_fingerprints", "finish_weight_update", "resume", "weight_version"]
+    expected = ["weight_fingerprints", "finish_weight_update", "weight_fingerprints", "resume", "weight_version"]
+    assert instance.calls == expected
+
+
+def test_what_changes_as_it_is_put_in_service_does_not_resume() -> None:
+    instance: Any = Instance(fingerprints=("f",))
+    finish = instance.finish_weight_update
+
+    async def finish_otherwise(*given: Any) -> None:
+        await finish(*given)
+        instance._fingerprints = ("g",)
+
+    instance.finish_weight_update = finish_otherwise
+    with pytest.raises(InstanceError, match="computes with weights with fingerprints"):
+        asyncio.run(put_in_service(instance, "f", "v1", 5.0))
+    assert "resume" not in instance.calls
 
 
 @pytest.mark.parametrize("fingerprints", [(), ("g",), ("f", "g"), ("", "f"), ("None",)])

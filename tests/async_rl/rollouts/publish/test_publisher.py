@@ -72,7 +72,8 @@ def test_weight_group_is_kept_from_publish_to_publish(well, make_publisher) -> N
     calls = well[0].seen()["calls"][before:]
     cycle = ["/health", "/pause", "/start_weight_update", "/update_weights", "/collective_rpc"]
     # What it holds is read by the publish, and once more by the pool that puts it in service.
-    assert calls == [*cycle, "/finish_weight_update", "/resume", "/weight_info", "/weight_info"] * 3
+    proofs = ["/finish_weight_update", "/collective_rpc", "/resume", "/weight_info", "/weight_info"]
+    assert calls == [*cycle, *proofs] * 3
 
 
 @pytest.mark.parametrize("route", ["init", "pause", "update", "finish"])
@@ -244,7 +245,7 @@ def test_instances_that_take_turns_wake_for_weights_first_and_for_keys_and_value
     publish(publisher, "run-1")
     assert not pool.late_joiners.is_closed
     calls = sleepers[0].seen()["calls"][before:]
-    update = ["/start_weight_update", "/update_weights", "/collective_rpc", "/finish_weight_update"]
+    update = ["/start_weight_update", "/update_weights", "/collective_rpc", "/finish_weight_update", "/collective_rpc"]
     publishing = ["/health", "/sleep", "/pause", "/wake_up", *update, "/wake_up", "/resume"]
     assert calls == ["/sleep", *publishing, "/weight_info", "/weight_info"]
     assert all(member.serves("run-1") for member in pool.members)

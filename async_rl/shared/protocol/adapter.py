@@ -1,0 +1,22 @@
+"""Adapters as peft's files name them, which is how they are published alone, and what identifies a publish of them."""
+
+from collections.abc import Collection
+from typing import Final
+
+import xxhash
+
+CONFIG_FILE: Final = "adapter_config.json"
+WEIGHTS_FILE: Final = "adapter_model.safetensors"
+PREFIX: Final = "base_model.model."
+A, B = "lora_A", "lora_B"
+
+
+def factor_name(layer: str, factor: str) -> str:
+    """The name of a factor, `A` or `B`, of a linear layer such as "model.layers.0.self_attn.q_proj"."""
+    return f"{PREFIX}{layer}.{factor}.weight"
+
+
+def adapter_fingerprint(stream: str, base: str, scales: Collection[float]) -> str:
+    """That of adapters with this fingerprint of their stream: also of the base below them, by its digest, and of what
+    they are multiplied by, which is one number for all of a sound engine."""
+    return xxhash.xxh3_128(f"{base}|{sorted(scales)}|{stream}".encode()).hexdigest()

@@ -1,0 +1,144 @@
+"""Adapters that are published alone: an engine that computes otherwise with them is found and named, a sound one never.
+
+The engine is transformers with the embedded engine's adapters, in this process; what it reports of itself stays right.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from async_rl.config.adapter_section import AdapterSection
+from async_rl.config.pool_section import PublishSection
+from async_rl.config.rollout_section import RolloutSection
+from async_rl.method.proof.gap_limits import noise_scale
+from async_rl.rollouts.publish.canary import Canary
+from async_rl.shared.protocol.adapter import WEIGHTS_FILE
+from async_rl.shared.protocol.inference import AdapterInfo
+from async_rl.shared.weights.sender import AdapterSource, WeightSender, WeightSource
+from async_rl.shared.weights.stream import Fingerprint, base_digest
+from inference_service.weight_transfer.adapters import ModelAdapters, ReceivedAdapters
+from inference_service.weight_transfer.receiver import parameter_views, specs_of
+from tests.support.adapter_faults import ALONE, AlonePlant
+from tests.support.trainer.random_adapters import random_adapters
+from tests.trainer.policy.test_canary_weights import of_own_kind
+from trainer.trainer import MegatronTrainer
+
+MakeTrainer = Callable[..., MegatronTrainer]
+PROMPT = [5, 17, 60, 8, 33, 71]
+NUM_TOKENS = 64
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    seed = int(os.environ.get("TEST_SEED") or SystemRandom().randrange(2**31))
+    print(f"TEST_SEED={seed}")
+    torch.manual_seed(seed)
+
+
+def info_of(trainer: MegatronTrainer, adapter: AdapterSection) -> AdapterInfo:
+    return AdapterInfo(rank=adapter.rank or 0, alpha=adapter.alpha, base=base_digest(trainer.export.stream()))
+
+
+def sender_of(trainer: MegatronTrainer, info: AdapterInfo) -> WeightSender:
+    export, weights, alone = trainer.export, trainer.canary_weights, trainer.adapter_export
+    assert alone is not None
+    adapter = AdapterSource(alone.specs, alone.stream, info)
+    source = WeightSource(
+        export.specs, export.stream, trainer.score, weights.change, weights.classes, weights.one_tensor, adapter=adapter
+    )
+    return WeightSender(source, PublishSection(), "run")
+
+
+class Engine:
+    """Takes published adapters beside a transformers model; `fault` is a name of `ALONE`."""
+
+    def __init__(self, checkpoint: Path, info: AdapterInfo, dtype: torch.dtype, fault: str | None = None) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+        self.adapters, self._info = ModelAdapters(self.model), info
+        if fault is not None:
+            AlonePlant(fault).in_(self.adapters)
+
+    def load(self, stream: Iterable[tuple[Any, torch.Tensor]]) -> None:
+        factors = {spec.name: tensor.clone() for spec, tensor in stream}
+        self.adapters.put(ReceivedAdapters(self._info, factors, Fingerprint))
+
+    @torch.no_grad()
+    def sample(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        tokens = torch.randint(self.model.config.vocab_size, (NUM_TOKENS,))
+        logits = self.model(torch.cat([torch.tensor(PROMPT), tokens])[None]).logits[0, len(PROMPT) - 1 : -1].float()
+        logprobs = logits.log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+        return tuple(tokens.tolist()), tuple(logprobs.tolist())
+
+
+def canary_of(dtype: str) -> Canary:
+    return Canary(PublishSection(), RolloutSection(), PROMPT, noise_scale(dtype), dtype)
+
+
+def judged(trainer: MegatronTrainer, info: AdapterInfo, engines: Mapping[Any, Engine], dtype: str) -> dict[Any, str]:
+    """The canary's reasons by member."""
+    sender, canary = sender_of(trainer, info), canary_of(dtype)
+    canary.kinds |= {member: member.url for member in engines}
+
+    def sample(members: Sequence[Any]) -> dict[Any, Any]:
+        for member in members:
+            engines[member].load(trainer.adapter_export.stream())  # type: ignore[union-attr]
+        return {member: [engines[member].sample()] for member in members}
+
+    with canary.changed(sender):
+        failures = canary.judge(sample(list(engines)), sender, sample)
+    return {member: str(error) for member, error in failures.items()}
+
+
+def factors_of(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    assert trainer.adapter_export is not None
+    return {spec.name: tensor.clone() for spec, tensor in trainer.adapter_export.stream()}
+
+
+def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_what_is_published_are_the_factors_and_the_base_below_them(
+    family: str, tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    base = tiny_model(family)
+    adapter = random_adapters(base, tmp_path / "adapters")
+    trainer = make_trainer(base, adapter=adapter, publishes_adapters=True)
+    stream = factors_of(trainer)
+    assert same(stream, load_file(tmp_path / "adapters" / WEIGHTS_FILE))
+    assert [spec.name for spec in trainer.adapter_export.specs] == list(stream)  # type: ignore[union-attr]
+    model = AutoModelForCausalLM.from_pretrained(base)
+    views = parameter_views(model)
+    digest = base_digest((specs_of(views)[name], views[name]) for name in sorted(views, reverse=True))
+    assert info_of(trainer, adapter).base == digest
+    with torch.no_grad():
+        next(iter(views.values())).view(-1)[0] += 1e-3
+    assert base_digest((specs_of(views)[name], view) for name, view in views.items()) != digest
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("starts", ["trained", pytest.param("new", marks=pytest.mark.nightly)])
+def test_each_fault_with_adapters_is_found_by_the_canary_and_a_sound_engine_passes(
+    dtype: str, starts: str, tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    base = tiny_model("qwen3")
+    adapter = AdapterSection(rank=4, alpha=8)
+    if starts == "trained":
+        adapter = random_adapters(base, tmp_path / "adapters")
+    trainer = make_trainer(base, dtype=dtype, adapter=adapter, publishes_adapters=True)
+    info, before = info_of(trainer, adapter), factors_of(trainer)
+    engines = {of_own_kind(fault): Engine(base, info, getattr(torch, dtype), fault) for fault in (None, *ALONE)}
+    failures = judged(trainer, info, engines, dtype)
+    for member, fault in zip(engines, (None, *ALONE), strict=True):
+        print(f"{fault}: {failures.get(member)}")
+    for member, fault in zip(engines, (None, *ALONE), strict=True):
+        assert (member in failures) == (fault is not None), (fault, failures.get(member))
+    assert same(before, factors_of(trainer)), "the true ones are there again"
