@@ -66,7 +66,9 @@ class WeightUpdate:
         """Of what was received last: adapters are read where they are, also after they were put in service."""
         if self._received_adapters is not None:
             return self._received_adapters.fingerprint()
-        return self._adapters.fingerprint() or self._receiver.fingerprint
+        comes_whole = self._phase is Phase.UPDATING and self._touched
+        of_adapters = None if comes_whole else self._adapters.fingerprint()
+        return of_adapters or self._receiver.fingerprint
 
     def base_digest(self) -> str | None:
         """Of the weights without adapters; None if they are not complete."""

@@ -101,7 +101,13 @@ def test_an_instance_computes_with_adapters_beside_its_base_as_peft_does_until_w
     assert rpc(served, "weight_fingerprint") == fingerprint_of(factors, adapter, digest)
     assert rpc(served, "base_digest") == digest, "the base stays"
     trainer = trainer_side([served])
-    trainer.publish(base, "whole")
+    served.client.post("/pause").raise_for_status()
+    served.post("/start_weight_update")
+    sent = trainer.send(trainer.stream(base))
+    assert rpc(served, "weight_fingerprint") == sent, "also before the adapters are gone"
+    served.post("/finish_weight_update", {"weight_version": "whole"})
+    served.post("/resume")
+    assert rpc(served, "weight_fingerprint") == sent
     assert_serves(served, base, "whole", reference)
     trainer.die()
 
