@@ -1,12 +1,13 @@
 """`async-rl verify` on real parts: a sound set-up holds in every check, and each broken instance is named."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.support.broken_instance import broken_python, faults_by_url
+from tests.support.broken_instance import ALONE_FAULTS, MERGED_FAULTS, broken_python, faults_by_url
 from tests.support.local_run import Run, command_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -62,3 +63,42 @@ def test_each_broken_instance_is_named_by_its_fault_also_by_two_replicas(
         assert {cause for _, cause in causes[url]} == {EXPECTED[fault][1]}, (fault, said)
     untested = {f["check"] for f in report["findings"] if f["outcome"] == "not tested" and f["subject"] is None}
     assert {"gradient norms", "weights", "one instance lost"} <= untested
+
+
+AT_ONCE = 3
+"""Faulty instances beside a sound one."""
+
+BATCHES = [
+    faults[number : number + AT_ONCE]
+    for faults in (list(ALONE_FAULTS), list(MERGED_FAULTS))
+    for number in range(0, len(faults), AT_ONCE)
+]
+PUBLISH = {"alone": "adapters", "merged": "merged"}
+CAUSES_OF = {
+    "alone": r"no adapters|adapters at .* times their scale|wrong adapters|stale every .*|other weights",
+    "merged": r"stale .*|wrong .*|other weights",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("planted", BATCHES, ids=lambda planted: planted[0])
+def test_each_instance_that_computes_otherwise_with_adapters_is_named_before_its_first_token_is_trained(
+    planted: list[str], tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    run = Run(tmp_path, tiny_model("qwen3", tied=True))
+    form = planted[0].partition(": ")[0]
+    python = broken_python(tmp_path / "broken", ["", *planted])
+    code, report, said = run.verify(
+        *("--quick", "--iterations=1", f"--inference.python={python}", f"--inference.num_instances={AT_ONCE + 1}"),
+        *("--adapter.rank=4", "--adapter.alpha=8", f"--adapter.publish={PUBLISH[form]}"),
+    )
+    assert code == 1, said
+    of_url = faults_by_url(tmp_path / "broken")
+    assert set(of_url.values()) == {"", *planted}, said
+    failed = {f["subject"]: f["cause"] for f in report["findings"] if f["check"] == "loading canary"}
+    print({of_url[url]: cause for url, cause in failed.items()})
+    assert failed.keys() == {url for url, fault in of_url.items() if fault}, said
+    for url, cause in failed.items():
+        assert re.fullmatch(CAUSES_OF[form], cause or ""), (of_url[url], cause, said)
+    trained = run.dir.with_name("verified") / "periodic" / "ledger.jsonl"
+    assert not trained.exists() or not trained.read_text(), "no step was taken on any of it"

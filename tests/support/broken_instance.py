@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from async_rl.shared.cpu.exact import block_masses
 from inference_service.engine import sampling
 from inference_service.weight_transfer.weight_update import WeightUpdate
 from tests.support import ROOT
+from tests.support.adapter_faults import ALONE, MERGED, AlonePlant, plant_merged
 
 FACTOR = 0.7
 """Of the temperature that such an instance samples at, to the one that is asked for."""
@@ -122,7 +124,12 @@ def _rounded(output: Any) -> Any:
     return output.bfloat16().to(output.dtype) if isinstance(output, torch.Tensor) else output
 
 
+ALONE_FAULTS = {f"alone: {fault}": fault for fault in ALONE}
+MERGED_FAULTS = {f"merged: {fault}": fault for fault in MERGED}
+
 BREAK: dict[str, Callable[[], None]] = {
+    **{name: AlonePlant(fault).in_all for name, fault in ALONE_FAULTS.items()},
+    **{name: partial(plant_merged, fault) for name, fault in MERGED_FAULTS.items()},
     "temperature": _temperature,
     "quiet temperature": _quiet_temperature,
     "weights": _weights,
