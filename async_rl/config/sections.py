@@ -99,8 +99,10 @@ class _Need:
     remedy: str
 
 
-ENABLE_LORA = "--enable-lora"
-"""vLLM's option, without which it takes no adapters."""
+ENABLE_LORA, MAX_LORA_RANK = "--enable-lora", "--max-lora-rank"
+"""vLLM's options, without which it takes no adapters."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM 0.32 accepts for the second (`vllm/config/lora.py`)."""
 
 NEEDS = (
     _Need("reward", "column", lambda c: bool(c.reward.parts), "[[reward.parts]], which its rows name"),
@@ -154,6 +156,14 @@ class Config(Section):
             return self.adapter.is_given and self.adapter.publish == "adapters"
         engine = self.inference.engine == "transformers" or ENABLE_LORA in self.inference.engine_options
         return engine and self.run.placement != "turns"
+
+    @property
+    def engine_options(self) -> tuple[str, ...]:
+        """Those of `inference`, with what vLLM needs for adapters that are published alone."""
+        options, rank = self.inference.engine_options, self.adapter.rank
+        if self.inference.engine != "vllm" or not self.publishes_adapters or ENABLE_LORA in options or rank is None:
+            return options
+        return (*options, ENABLE_LORA, MAX_LORA_RANK, str(next(each for each in VLLM_RANKS if each >= rank)))
 
     def with_iterations(self, num_prompts: int) -> "Config":
         """With the number of iterations that `train.epochs` of so many prompts are, if these are what it has.
@@ -358,6 +368,12 @@ class Config(Section):
             yield (
                 "adapter.publish is 'adapters', but run.placement is 'turns': instances drop the weights below the "
                 "adapters each time they sleep; set adapter.publish to 'merged'"
+            )
+        rank = self.adapter.rank
+        if rank is not None and self.publishes_adapters and self.inference.engine == "vllm" and rank > VLLM_RANKS[-1]:
+            yield (
+                f"adapter.rank is {rank}, and vLLM takes adapters up to rank {VLLM_RANKS[-1]}: lower it, or set "
+                "adapter.publish to 'merged'"
             )
 
     def _settings_have_an_effect(self) -> Iterator[str]:

@@ -114,7 +114,7 @@ class ClusterPlan:
             argv += [key, str(value)]
         if config.train.exact:
             argv.append("--exact")
-        return [*argv, *(["--", *config.inference.engine_options] if config.inference.engine_options else [])]
+        return [*argv, *(["--", *config.engine_options] if config.engine_options else [])]
 
 
 def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) -> ClusterPlan:

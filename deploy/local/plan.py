@@ -156,8 +156,8 @@ def _instance(config: Config, index: int, port: int, share: Share, *, asleep: bo
         argv.append("--exact")
     if asleep:
         argv.append("--asleep")
-    if config.inference.engine_options:
-        argv += ["--", *config.inference.engine_options]
+    if config.engine_options:
+        argv += ["--", *config.engine_options]
     return _process(config, name, "instance", argv, share)
 
 

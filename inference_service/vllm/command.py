@@ -26,6 +26,7 @@ TERM_GUARD = "inference_service.term_guard.TermGuard"
 IDENTITY = "inference_service.identity.IdentityFromEnvironment"
 
 
+ENABLE_LORA = "--enable-lora"
 ADDITIONAL_CONFIG = "--additional-config"
 ASCEND_CONFIG: dict[str, Any] = {"weight_nz_mode": 0, "rl_config": {"enabled": True}}
 """vllm-ascend's settings for RL: no NZ layout, the development routes, no expandable segments, which its sleep mode
@@ -133,6 +134,9 @@ def _defaults(options: Options) -> dict[str, str]:
 def _necessary(options: Options, environment: Mapping[str, str]) -> dict[str, str]:
     # vLLM serves the RL routes in development mode only.
     env = {"VLLM_SERVER_DEV_MODE": "1"}
+    if ENABLE_LORA in options.engine_options:
+        # And those that load an adapter only with this.
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if "VLLM_PLUGINS" in environment:
         # A list of the plugins to load; without the variable vLLM loads all.
         env["VLLM_PLUGINS"] = f"{environment['VLLM_PLUGINS']},{PLUGIN}"

@@ -58,14 +58,21 @@ class LoadsThroughCallback(Transfer):
     update_info_cls = DenseUpdateInfo
 
     def receive_weights(self, update_info: UpdateInfo, load_weights: LoadWeights) -> None:
+        if update_info.adapter is not None:
+            raise ValueError("this release of vLLM takes no adapters alone: set adapter.publish to 'merged'")
         self.receiver.load(update_info, load_weights)
 
 
 class ReloadsModel(Transfer):
-    """The interface of 0.26 to 0.32; `begin_reload` and `end_reload` are vLLM's layer-by-layer reload of a model."""
+    """The interface of 0.26 to 0.32; `begin_reload` and `end_reload` are vLLM's layer-by-layer reload of a model.
+
+    It begins with whole weights: adapters leave the model as it is.
+    """
 
     model: Any
     model_config: Any
+    vllm_config: Any
+    is_reloading = False
 
     @staticmethod
     def begin_reload(model: torch.nn.Module) -> object:
@@ -76,16 +83,37 @@ class ReloadsModel(Transfer):
         raise NotImplementedError
 
     def start_weight_update(self) -> None:
-        self.begin_reload(self.model)
+        self.is_reloading = False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
+        if update_info.adapter is not None:
+            _require_lora(self.vllm_config.lora_config, update_info.adapter.rank)
+            self.receiver.load_adapters(update_info)
+            return
+        if not self.is_reloading:
+            self.begin_reload(self.model)
+            self.is_reloading = True
         self.receiver.load(update_info, self.model.load_weights)
 
     def finish_weight_update(self) -> None:
-        self.end_reload(self.model, self.model_config)
+        if self.is_reloading:
+            self.end_reload(self.model, self.model_config)
 
 
 def form_of(base: type) -> type[LoadsThroughCallback] | type[ReloadsModel]:
     """The mixin for vLLM's `WeightTransferEngine`, chosen by its constructor: which release changed it is not known."""
     takes_model = "vllm_config" in inspect.signature(base.__init__).parameters  # type: ignore[misc]
     return ReloadsModel if takes_model else LoadsThroughCallback
+
+
+def _require_lora(config: Any, rank: int) -> None:
+    """
+    Raises:
+        ValueError: vLLM was not started for adapters of this rank; `config` is its `lora_config`.
+    """
+    if config is None or config.max_lora_rank < rank:
+        started = "without --enable-lora" if config is None else f"with --max-lora-rank {config.max_lora_rank}"
+        raise ValueError(
+            f"adapters of rank {rank} were published, but this vLLM was started {started}: start it with -- "
+            f"--enable-lora --max-lora-rank {rank} (or the next rank that it knows), or set adapter.publish to 'merged'"
+        )

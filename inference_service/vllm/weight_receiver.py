@@ -1,15 +1,23 @@
-"""Handles a weight stream in a vLLM worker: joins the trainer's group, receives, and feeds the model's loader.
+"""Handles a weight stream in a vLLM worker: joins the trainer's group, receives, and feeds the model's loader; or saves
+adapters, which vLLM loads from a directory.
 
 The adapters of `weight_adapters.py` call it; nothing here needs vLLM.
 """
 
+import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
-from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.protocol.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_fingerprint
+from async_rl.shared.protocol.inference import AdapterInfo, InitInfo, UpdateInfo
 from async_rl.shared.weights.stream import TensorSpec
 from inference_service.engine_interface import RequestRefused
 from inference_service.weight_transfer.receiver import WeightReceiver
@@ -23,17 +31,42 @@ BATCH_BYTES = 256 * 2**20
 _LAYER = re.compile(r"^.*?\.\d+\.")
 
 
+ADAPTERS = "adapters-"
+"""Begins the names of their directories, in TMPDIR: that of our launcher's vLLM ends with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAdapters:
+    """Adapters that were received completely: where they are, on this host, and their fingerprint."""
+
+    directory: Path
+    fingerprint: str
+
+
 class WorkerReceiver:
     """The receiving end of one worker. `worker_rank` numbers all workers of the instance, also data-parallel ones."""
 
     def __init__(self, worker_rank: int) -> None:
         self._worker_rank = worker_rank
         self._receiver = WeightReceiver()
+        self._has_whole_weights = False
+        self._adapters: SavedAdapters | None = None
+        self._kept: list[Path] = []
 
     @property
     def fingerprint(self) -> str | None:
         """Fingerprint of the last stream that was received completely."""
-        return self._receiver.fingerprint
+        return self._receiver.fingerprint if self._adapters is None else self._adapters.fingerprint
+
+    @property
+    def has_whole_weights(self) -> bool:
+        """Whether it has received others than those of its checkpoint."""
+        return self._has_whole_weights
+
+    @property
+    def adapters(self) -> SavedAdapters | None:
+        """Those that came last; None if whole weights came since, or nothing."""
+        return self._adapters
 
     def join(self, info: InitInfo) -> None:
         """Joins the group `info` names, with this worker's own rank.
@@ -54,6 +87,7 @@ class WorkerReceiver:
             PublishError: there is no group or snapshot to read from, or the transfer failed.
         """
         specs = announced_specs(update)
+        self._has_whole_weights, self._adapters = True, None
         try:
             with closing(self._receiver.stream(update, specs)) as stream:
                 for batch in in_batches(stream):
@@ -62,9 +96,50 @@ class WorkerReceiver:
             self._receiver.leave()
             raise
 
+    def load_adapters(self, update: UpdateInfo) -> None:
+        """Receives factors of adapters, and saves them as peft does in a directory of their own, for vLLM's loader.
+
+        Raises:
+            RequestRefused: the announcement contradicts itself; nothing was received.
+            PublishError: there is no group or snapshot to read from, or the transfer failed.
+        """
+        info, specs = update.adapter, announced_specs(update)
+        assert info is not None, "these are adapters"
+        try:
+            with closing(self._receiver.stream(update, specs)) as stream:
+                factors = {spec.name: tensor.cpu().clone() for spec, tensor in stream}
+        except Exception:
+            self._receiver.leave()
+            raise
+        assert self._receiver.fingerprint is not None, "a stream has passed"
+        fingerprint = adapter_fingerprint(self._receiver.fingerprint, info.base, {info.scale})
+        directory = Path(tempfile.mkdtemp(prefix=ADAPTERS))
+        save_adapters(factors, info, directory)
+        self._adapters = SavedAdapters(directory, fingerprint)
+        # vLLM may read the present ones again until the new ones are loaded.
+        for old in self._kept[:-1]:
+            shutil.rmtree(old, ignore_errors=True)
+        self._kept = [*self._kept[-1:], directory]
+
     def leave(self) -> None:
         """Closes the group, if there is one."""
         self._receiver.leave()
+
+
+def save_adapters(factors: Mapping[str, torch.Tensor], info: AdapterInfo, directory: Path) -> None:
+    """Writes what peft's `from_pretrained` and vLLM read."""
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": info.rank,
+        "lora_alpha": info.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.split(".")[-3] for name in factors}),
+        "inference_mode": True,
+    }
+    save_file(dict(factors), directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    (directory / CONFIG_FILE).write_text(json.dumps(content))
 
 
 def announced_specs(update: UpdateInfo) -> list[TensorSpec]:

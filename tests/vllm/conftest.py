@@ -25,7 +25,7 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_TIMEOUT_S = 600.0
 """Twenty seconds on a quiet machine; more than four minutes were seen on a busy one."""
 TOKEN = "s3cret"
-StartVllm = Callable[[], AbstractContextManager[Instance]]
+StartVllm = Callable[..., AbstractContextManager[Instance]]
 NO_REUSE = httpx.Limits(max_keepalive_connections=0)
 """vLLM closes a connection after an answer of 500 without saying so in its headers."""
 
@@ -135,10 +135,11 @@ BY_HAND_ENVIRONMENT = {
 
 
 @contextmanager
-def running_vllm(python: str, model: Path, tmpdir: Path) -> Iterator[Instance]:
+def running_vllm(python: str, model: Path, tmpdir: Path, *engine_options: str) -> Iterator[Instance]:
     process = launch(
         *("--engine", "vllm", "--model", str(model), "--port", "0", "--served-model-name", "tiny"),
         *("--max-concurrency", "8"),
+        *(("--", *engine_options) if engine_options else ()),
         env={"ASYNC_RL_TOKEN": TOKEN, "TMPDIR": str(tmpdir)},
         python=python,
     )

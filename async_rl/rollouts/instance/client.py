@@ -31,7 +31,9 @@ from async_rl.rollouts.instance.dialect import (
     WEIGHT_INFO,
     WORLD_SIZE,
     Dialect,
+    LoadAdapterRequest,
     Model,
+    UnloadAdapterRequest,
     completion_request,
     dialect_of,
     generate_request,
@@ -93,6 +95,8 @@ class InstanceClient:
         self._http = InstanceHttp(connections, self.url)
         self._request_timeout_s = request_timeout_s
         self._stream_interval = stream_interval
+        self._adapter: str | None = None
+        """What requests name, where it loads adapters by itself."""
         self._last_received_s = 0.0
         """`time.monotonic()` of the last tokens of any request."""
 
@@ -175,7 +179,7 @@ class InstanceClient:
         params = params.model_copy(update={"stream_interval": self._stream_interval})
         if self.dialect.has_generate:
             try:
-                await self._read(routes.GENERATE, generate_request(prompt, params, request_id), answer)
+                await self._read(routes.GENERATE, generate_request(prompt, params, request_id, self._adapter), answer)
             except RouteMissing as error:
                 logger.info("%s; using %s", error, routes.COMPLETIONS)
                 self._dialect = replace(self.dialect, has_generate=False)
@@ -288,7 +292,10 @@ class InstanceClient:
 
     async def max_model_len(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """The maximum of prompt plus response tokens of the served model."""
-        return (await self._model(timeout_s))["max_model_len"]
+        length = (await self._model(timeout_s)).get("max_model_len")
+        if length is None:
+            raise InstanceError(f"instance {self.url} does not say its max_model_len: its {routes.MODELS} lacks it")
+        return length
 
     async def _model(self, timeout_s: float) -> Model:
         models = self._http.parse(MODELS, await self._http.get(routes.MODELS, timeout_s), routes.MODELS)["data"]
@@ -351,10 +358,26 @@ class InstanceClient:
         """The fingerprint of what each worker last received; see `async_rl.shared.weights.stream.Fingerprint`."""
         return await self._call_workers(routes.FINGERPRINT_METHOD, [], timeout_s)
 
-    async def base_digest(self, timeout_s: float) -> str:
-        """Of the weights that adapters are put beside (`async_rl.shared.weights.stream.base_digest`); "None" where
-        these are not complete."""
-        return ", ".join(sorted(set(await self._call_workers(routes.BASE_METHOD, [], timeout_s))))
+    async def base_digest(self, names: Sequence[str], timeout_s: float) -> str:
+        """Of the weights that adapters are put beside, `names` (`async_rl.shared.weights.stream.base_digest`); "None"
+        where these are not complete."""
+        return ", ".join(sorted(set(await self._call_workers(routes.BASE_METHOD, list(names), timeout_s))))
+
+    async def load_adapter(self, version: WeightVersion, timeout_s: float) -> None:
+        """Has it load the adapters that it received last, and forget others: nothing samples from these any more.
+
+        Raises:
+            InstanceError: it has not received any, or does not load them.
+        """
+        directories = set(await self._call_workers(routes.ADAPTER_METHOD, [], timeout_s))
+        if len(directories) != 1:
+            raise InstanceError(f"instance {self.url} has saved adapters in {sorted(directories)}: expected one place")
+        body = LoadAdapterRequest(lora_name=version, lora_path=directories.pop())
+        await self._http.post(routes.LOAD_ADAPTER, body, within(timeout_s))
+        models = self._http.parse(MODELS, await self._http.get(routes.MODELS, timeout_s), routes.MODELS)["data"]
+        for name in (model["id"] for model in models if model.get("parent") and model["id"] != version):
+            await self._http.post(routes.UNLOAD_ADAPTER, UnloadAdapterRequest(lora_name=name), within(timeout_s))
+        self._adapter = version
 
     async def nccl_versions(self, timeout_s: float) -> list[str]:
         """NCCL and torch of each worker; empty if its server has no such method, which older ones have not."""

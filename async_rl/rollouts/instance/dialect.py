@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, NotRequired
 
-from pydantic import Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from async_rl.shared.protocol import inference, routes
@@ -27,7 +27,8 @@ class Dialect:
     samples row by row with seeds, its results depend on the batch all the same, and 0.32 on CPU crashes with them when
     a prompt is computed in several parts.
     `holds_what_it_received`: its fingerprint is computed from the memory it computes with. In other servers a loader is
-    in between, and only log-probs show how it loaded the tensors.
+    in between, and only log-probs show how it loaded the tensors. Such a server also loads adapters by itself, each
+    under a name of its own, and keeps the weights below them that it began with.
     """
 
     name: str
@@ -60,9 +61,12 @@ def dialect_of(version: str, owned_by: str | None) -> Dialect:
 
 
 class Model(TypedDict):
+    """The first card is that of the model; those of adapters have a parent, and no length."""
+
     id: str
-    max_model_len: int
+    max_model_len: NotRequired[int | None]
     owned_by: NotRequired[str | None]
+    parent: NotRequired[str | None]
 
 
 class Version(TypedDict):
@@ -97,8 +101,26 @@ class CompletionRequest(SamplingParams):
     stream: bool = True
 
 
-def generate_request(prompt: list[int], params: SamplingParams, request_id: str) -> inference.GenerateRequest:
-    return inference.GenerateRequest(token_ids=prompt, sampling_params=params, request_id=request_id, stream=True)
+class LoadAdapterRequest(BaseModel):
+    """POST /v1/load_lora_adapter: adapters in a directory of the instance's host, which requests then name."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterRequest(BaseModel):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+def generate_request(
+    prompt: list[int], params: SamplingParams, request_id: str, model: str | None = None
+) -> inference.GenerateRequest:
+    """`model`: the name of an adapter; by default what the server serves."""
+    return inference.GenerateRequest(
+        token_ids=prompt, sampling_params=params, request_id=request_id, stream=True, model=model
+    )
 
 
 def completion_request(prompt: list[int], params: SamplingParams, request_id: str) -> CompletionRequest:

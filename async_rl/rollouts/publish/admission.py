@@ -1,6 +1,7 @@
 """Admits instances that join after a publish: they load the current weights from its snapshot."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from async_rl.config.pool_section import PublishSection
@@ -20,6 +21,8 @@ class Offer:
     info: UpdateInfo
     fingerprint: str
     snapshot_fingerprint: str
+    names: Sequence[str] = ()
+    """Of all weights, those below adapters that are published alone."""
 
 
 class Admission:
@@ -65,10 +68,15 @@ class Admission:
 
     async def _load(self, member: Member, offer: Offer) -> None:
         client, timeout_s, wakes = member.client, self._timeout_s, self._wakes
-        if (adapter := offer.info.adapter) is not None and await client.base_digest(timeout_s) != adapter.base:
+        if (adapter := offer.info.adapter) is not None and (
+            await client.base_digest(offer.names, timeout_s) != adapter.base
+        ):
             raise InstanceError(
                 f"instance {member.url} joins with the next publish: the weights of its model are others than those "
                 "below the trainer's adapters, and it is sent these then"
             )
         await receive(client, offer.info, timeout_s, wakes=wakes)
-        await put_in_service(client, offer.snapshot_fingerprint, offer.version, timeout_s, wakes=wakes)
+        has_adapters = adapter is not None
+        await put_in_service(
+            client, offer.snapshot_fingerprint, offer.version, timeout_s, wakes=wakes, has_adapters=has_adapters
+        )

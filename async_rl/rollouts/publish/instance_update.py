@@ -67,11 +67,23 @@ async def _require_fingerprint(client: InstanceClient, has: str, fingerprint: st
 
 
 async def put_in_service(
-    client: InstanceClient, fingerprint: str, version: WeightVersion, timeout_s: float, *, wakes: bool = False
+    client: InstanceClient,
+    fingerprint: str,
+    version: WeightVersion,
+    timeout_s: float,
+    *,
+    wakes: bool = False,
+    has_adapters: bool = False,
 ) -> None:
-    """Ends the update of an instance that received exactly the stream with this fingerprint."""
+    """Ends the update of an instance that received exactly the stream with this fingerprint.
+
+    Args:
+        has_adapters: it was one of adapters alone.
+    """
     await _require_fingerprint(client, "received", fingerprint, timeout_s)
     await client.finish_weight_update(version, timeout_s)
+    if has_adapters and not client.dialect.holds_what_it_received:
+        await client.load_adapter(version, timeout_s)
     await _require_fingerprint(client, "computes with", fingerprint, timeout_s)
     if wakes:
         await client.wake_up("kv_cache", timeout_s)

@@ -213,8 +213,7 @@ class Publisher:
             offer, among = self._move(among, trial)
             if offer is None:
                 return {}
-            fingerprint = offer.fingerprint
-            self._finish(among, fingerprint, trial)
+            self._finish(among, offer)
             samples = self._ask(self._remaining(among), lambda member: canary.ask(member.client, trial))
             self._asleep(list(samples))
             return samples
@@ -229,10 +228,21 @@ class Publisher:
         adapter = self._sender.facts().adapter
         if adapter is None:
             return list(members)
-        timeout_s = self._config.timeout_s
-        held = self._ask(members, lambda member: member.client.base_digest(timeout_s))
+        timeout_s, names = self._config.timeout_s, self._sender.facts().names
+        held = self._ask(members, lambda member: member.client.base_digest(names, timeout_s))
         lacking = [member for member, digest in held.items() if digest != adapter.base]
-        if lacking:
+        self._drop(
+            {
+                member: InstanceError(
+                    f"instance {member.url} has other weights (digest {held[member]}) than those below the trainer's "
+                    f"adapters ({adapter.base}), and {member.client.dialect.name} takes no others beside adapters: "
+                    "start it with the trainer's model and dtype, or set adapter.publish to 'merged'"
+                )
+                for member in lacking
+                if not member.client.dialect.holds_what_it_received
+            }
+        )
+        if lacking := [member for member in lacking if member not in self._dropped]:
             self._move(lacking, f"{version}-base", "whole")
         return self._remaining(members)
 
@@ -254,7 +264,8 @@ class Publisher:
             read = info.model_copy(update={"snapshot": sent.snapshot})
             timeout_s, wakes = self._config.timeout_s, self._takes_turns
             self._ask(members, lambda member: receive(member.client, read, timeout_s, wakes=wakes))
-            return Offer(version, read, sent.fingerprint, sent.snapshot_fingerprint), self._remaining(members)
+            offer = Offer(version, read, sent.fingerprint, sent.snapshot_fingerprint, facts.names)
+            return offer, self._remaining(members)
         left, received = list(members), None
         while left and received is None:
             received = self._broadcast.move(left, info, version)
@@ -262,11 +273,11 @@ class Publisher:
         if received is None:
             return None, []
         read = info.model_copy(update={"snapshot": received.snapshot})
-        return Offer(version, read, received.fingerprint, received.snapshot_fingerprint), left
+        return Offer(version, read, received.fingerprint, received.snapshot_fingerprint, facts.names), left
 
     def _put_in_service(self, members: Sequence[Member], offer: Offer) -> list[Member]:
         """Those of `members` that hold the sent weights and, as far as they are probed, compute with them."""
-        self._finish(members, offer.fingerprint, offer.version)
+        self._finish(members, offer)
         left = self._remaining(members)
         if self._probe is not None:
             probe = self._probe
@@ -275,9 +286,14 @@ class Publisher:
             self._drop(probe.judge(answers, self._sender.score))
         return self._remaining(left)
 
-    def _finish(self, members: Sequence[Member], fingerprint: str, version: WeightVersion) -> None:
-        timeout_s, wakes = self._config.timeout_s, self._takes_turns
-        self._ask(members, lambda each: put_in_service(each.client, fingerprint, version, timeout_s, wakes=wakes))
+    def _finish(self, members: Sequence[Member], offer: Offer) -> None:
+        timeout_s, wakes, has_adapters = self._config.timeout_s, self._takes_turns, offer.info.adapter is not None
+
+        async def finish(member: Member) -> None:
+            of_offer = (member.client, offer.fingerprint, offer.version)
+            await put_in_service(*of_offer, timeout_s, wakes=wakes, has_adapters=has_adapters)
+
+        self._ask(members, finish)
 
     def _asleep(self, members: Sequence[Member]) -> list[Member]:
         """Those of `members` that have left the devices to the trainer, where they have the same ones."""

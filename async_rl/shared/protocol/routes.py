@@ -18,6 +18,8 @@ START_WEIGHT_UPDATE = "/start_weight_update"
 UPDATE_WEIGHTS = "/update_weights"
 FINISH_WEIGHT_UPDATE = "/finish_weight_update"
 WEIGHT_INFO = "/weight_info"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 ABORT_REQUESTS = "/abort_requests"
 COLLECTIVE_RPC = "/collective_rpc"
 OPEN_PATHS = (HEALTH, "/ping", METRICS)
@@ -28,6 +30,9 @@ FINGERPRINT_METHOD = "weight_fingerprint"
 
 BASE_METHOD = "base_digest"
 """Worker method that returns the digest of the weights below adapters, see `async_rl.shared.weights.stream`."""
+
+ADAPTER_METHOD = "adapter_directory"
+"""Worker method of vLLM's servers that returns where the adapters which came last are, on the instance's host."""
 
 OPTIONS_METHOD = "engine_options"
 """Worker method of vLLM's servers that describes their start options that decide how weights are loaded."""

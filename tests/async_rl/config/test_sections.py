@@ -233,3 +233,25 @@ def test_adapters_are_published_alone_where_the_engine_can(
 def test_instances_that_drop_their_base_cannot_have_adapters_alone(config_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"run.placement is 'turns'.*set adapter.publish to 'merged'"):
         load_config(config_file, ["--adapter.rank=4", "--adapter.publish=adapters", *TURNS])
+
+
+@pytest.mark.parametrize(
+    ("rank", "words", "options"),
+    [
+        (4, ("--adapter.publish=adapters",), ("--enable-lora", "--max-lora-rank", "8")),
+        (16, ("--adapter.publish=adapters",), ("--enable-lora", "--max-lora-rank", "16")),
+        (16, ('--inference.engine_options=["--enable-lora"]',), ("--enable-lora",)),
+        (16, (), ()),
+    ],
+)
+def test_vllm_is_started_for_the_adapters_that_it_gets(
+    config_file: Path, rank: int, words: tuple[str, ...], options: tuple[str, ...]
+) -> None:
+    config = load_config(config_file, ["--inference.engine=vllm", f"--adapter.rank={rank}", *words])
+    assert config.engine_options == options
+
+
+def test_adapters_of_a_rank_that_vllm_does_not_take_are_refused(config_file: Path) -> None:
+    words = ["--inference.engine=vllm", "--adapter.rank=513", "--adapter.publish=adapters"]
+    with pytest.raises(ConfigError, match=r"adapter.rank is 513, and vLLM takes adapters up to rank 512"):
+        load_config(config_file, words)

@@ -83,6 +83,12 @@ def test_the_environment_is_kept_and_completed() -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in server_command(options("--device", "cuda"), NEW, 1, {}, "boot").env
 
 
+def test_adapters_can_be_loaded_where_vllm_is_started_for_them() -> None:
+    variable = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+    assert server_command(options("--", "--enable-lora"), NEW, 1, {}, "boot").env[variable] == "1"
+    assert variable not in server_command(options(), NEW, 1, {}, "boot").env
+
+
 def test_a_list_of_plugins_is_given_the_transport_too() -> None:
     assert server_command(options(), NEW, 1, {"VLLM_PLUGINS": "mine"}, "boot").env["VLLM_PLUGINS"] == "mine,async_rl"
     assert "VLLM_PLUGINS" not in server_command(options(), NEW, 1, {}, "boot").env

@@ -1,22 +1,28 @@
 """A vLLM worker's end of a weight stream, without vLLM: classes of both forms of its base, and real weight groups."""
 
+import json
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from async_rl.errors import PublishError
-from async_rl.shared.protocol.inference import UpdateInfo
+from async_rl.shared.protocol.adapter import adapter_fingerprint
+from async_rl.shared.protocol.inference import AdapterInfo, UpdateInfo
 from async_rl.shared.weights.store import StoreServer
-from async_rl.shared.weights.stream import TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import Fingerprint, TensorSpec, WeightGroup, base_digest
 from inference_service.engine_interface import RequestRefused
 from inference_service.vllm.weight_adapters import LoadsThroughCallback, ReloadsModel, form_of
 from inference_service.vllm.weight_receiver import WorkerReceiver, announced_specs, in_batches
+from inference_service.vllm.worker import digest_of_files
 
 SECRET = "of this meeting" * 3
 TIMEOUT_S = 20.0
@@ -36,7 +42,7 @@ class NewBase:
     """The form of vLLM 0.32."""
 
     def __init__(self, config: object, vllm_config: Any, device: object, model: object) -> None:
-        self.parallel_config = vllm_config.parallel_config
+        self.vllm_config, self.parallel_config = vllm_config, vllm_config.parallel_config
         self.model, self.model_config = model, "a model config"
 
 
@@ -227,3 +233,62 @@ def test_a_large_layer_comes_in_several_batches_and_a_large_tensor_alone() -> No
     stream = [(spec(name, torch.zeros(size)), torch.zeros(size)) for name, size in sizes.items()]
     batches = [[name for name, _ in batch] for batch in in_batches(stream, max_bytes=32)]
     assert batches == [["layers.0.a", "layers.0.b"], ["layers.0.c"], ["layers.0.d"]]
+
+
+FACTORS = [
+    (spec(name, tensor), tensor)
+    for layer in ("0.self_attn.q_proj", "1.mlp.up_proj")
+    for factor, tensor in (("lora_A", torch.ones(3, 5)), ("lora_B", torch.full((7, 3), 2.0)))
+    for name in [f"base_model.model.model.layers.{layer}.{factor}.weight"]
+]
+BASE = "a" * 32
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (None, "started without --enable-lora: start it with -- --enable-lora --max-lora-rank 3"),
+        (SimpleNamespace(max_lora_rank=1), "started with --max-lora-rank 1"),
+        (SimpleNamespace(max_lora_rank=8), None),
+    ],
+)
+def test_adapters_are_saved_for_vllm_and_the_model_stays_as_it_is(
+    lora: object, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine, _ = new_engine()
+    engine.vllm_config.lora_config = lora
+    update = update_of(FACTORS).model_copy(update={"adapter": AdapterInfo(rank=3, alpha=6, base=BASE)})
+    file = tmp_path / "factors.safetensors"
+    save_file({each.name: tensor for each, tensor in FACTORS}, file)
+    update = update.model_copy(update={"snapshot": str(file)})
+    if said is not None:
+        with pytest.raises(ValueError, match=said):
+            engine.receive_weights(update)
+        return
+    for _ in range(3):
+        engine.start_weight_update()
+        engine.receive_weights(update)
+        engine.finish_weight_update()
+    assert engine.model.calls == [], "nothing was loaded"
+    saved = engine.receiver.adapters
+    assert len(list(tmp_path.glob("adapters-*"))) == 2, "the present ones and those before"
+    config = json.loads((saved.directory / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (3, 6, ["q_proj", "up_proj"])
+    found = load_file(saved.directory / "adapter_model.safetensors")
+    assert found.keys() == {each.name for each, _ in FACTORS}
+    of_stream = Fingerprint()
+    for each, tensor in FACTORS:
+        of_stream.add(each, tensor.view(-1).view(torch.uint8))
+    assert engine.fingerprint == adapter_fingerprint(of_stream.hexdigest(), BASE, {2.0})
+    assert not engine.receiver.has_whole_weights
+
+
+def test_the_base_of_a_server_is_what_its_files_hold_in_its_dtype(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(4, 3), "b": torch.randn(2), "left out": torch.randn(3)}
+    save_file({"a": tensors["a"]}, tmp_path / "1.safetensors")
+    save_file({"b": tensors["b"], "left out": tensors["left out"]}, tmp_path / "2.safetensors")
+    rounded = [(TensorSpec(n, "bfloat16", tuple(tensors[n].shape)), tensors[n].bfloat16()) for n in ("b", "a")]
+    assert digest_of_files(tmp_path, ["a", "b"], torch.bfloat16) == base_digest(rounded)
+    assert digest_of_files(tmp_path, ["a", "b"], torch.float32) != base_digest(rounded)
+    assert digest_of_files(tmp_path, ["a"], torch.bfloat16) != base_digest(rounded)

@@ -1,0 +1,88 @@
+"""Adapters that are published alone to real vLLM: it samples from those of each version, and what takes none is named.
+
+One publish goes to a server that was started for adapters, and to one that was not.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.config.adapter_section import AdapterSection
+from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.config.pool_section import PoolSection, PublishSection
+from async_rl.config.rollout_section import RolloutSection
+from async_rl.config.sections import ModelSection
+from async_rl.config.train_section import OptimizerSection, TrainSection
+from async_rl.config.trainer_section import TrainerSection
+from async_rl.method.proof.gap_limits import noise_scale
+from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.publish.canary import Canary
+from async_rl.rollouts.publish.probe import Probe
+from async_rl.rollouts.publish.publisher import Publisher
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.weights.sender import WeightSender
+from tests.support.running_instance import Instance
+from tests.vllm.conftest import StartVllm
+from trainer.devices import choose_device
+from trainer.model.adapters import adapters_of
+from trainer.parallel import Parallel, init_parallel
+from trainer.rank import TrainingRank, adapter_info, weight_source
+from trainer.shutdown import Shutdown
+from trainer.stop_signal import StopSignal
+from trainer.trainer import MegatronTrainer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+TOKEN = "s3cret"
+PROMPT = [5, 6, 7, 8, 9, 40, 41, 3]
+ADAPTER = AdapterSection(rank=4, alpha=8)
+
+
+@pytest.fixture
+def parallel() -> Iterator[Parallel]:
+    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
+    yield parallel
+    parallel.close()
+
+
+def test_vllm_samples_from_the_adapters_of_each_version_and_one_that_takes_none_is_named(
+    start_vllm: StartVllm, vllm: Instance, vllm_model: Path, parallel: Parallel
+) -> None:
+    sections = (ModelSection(path=str(vllm_model)), RolloutSection(), AlgorithmSection(), OptimizerSection())
+    megatron = MegatronTrainer(
+        parallel, TrainerSection(), *sections, TrainSection(iterations=1), ADAPTER, publishes_adapters=True
+    )
+    config, rollout, noise = PublishSection(timeout_s=60.0), RolloutSection(), noise_scale("float32")
+    loop = EventLoopThread()
+    info = adapter_info(megatron, parallel, ADAPTER)
+    sender = WeightSender(weight_source(megatron, parallel, lambda: None, info), config, "run")
+    shutdown = Shutdown(parallel, StopSignal(), grace_s=60.0)
+    with start_vllm("--enable-lora", "--max-lora-rank", "8") as able:
+        pool = InferencePool(PoolSection(instances=(able.url, vllm.url)), TOKEN)
+        canary = Canary(config, rollout, PROMPT, noise, "float32")
+        probe = Probe(config, rollout, PROMPT, noise)
+        publisher = Publisher(pool, loop, config, sender, wait_s=60.0, canary=canary, probe=probe)
+        rank = TrainingRank(megatron, parallel, "run", publisher.publish, shutdown)
+        try:
+            for number in range(3):
+                publication = rank.publish_weights()
+                reasons = {member.url: str(member.reason) for member in pool.members}
+                assert publication.instances == (able.url,), reasons
+                assert "started without --enable-lora" in reasons[vllm.url]
+                models = [model["id"] for model in able.client.get("/v1/models").json()["data"]]
+                assert models == ["tiny", publication.version], "the old one is unloaded"
+                member = next(member for member in pool.members if member.url == able.url)
+                samples = loop.run(probe.ask(member.client, publication.version))
+                for tokens, logprobs in samples:
+                    (expected,) = megatron.score(PROMPT, [tokens])
+                    assert list(logprobs) == pytest.approx(expected, abs=1e-4), number
+                with torch.no_grad():
+                    for adapter in adapters_of(megatron.models.policy_model).values():
+                        for factor in adapter.parameters():
+                            factor.add_(0.2 * torch.randn_like(factor))
+        finally:
+            sender.close()
+            loop.run(pool.close())
+            loop.close()
