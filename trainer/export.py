@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from async_rl.checks.forecast.training_memory import WEIGHT_BYTES
+from async_rl.checks.forecast.rank_parameters import WEIGHT_BYTES
 from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, WriteFailed
