@@ -465,9 +465,11 @@ def test_what_the_trainer_lacks_is_refused_by_name(
     assert str(refused.value).startswith("here has ") and str(refused.value).endswith(said)
 
 
-def test_a_model_with_images_whose_text_model_trains_is_refused_with_the_way_to_save_it() -> None:
-    with pytest.raises(ConfigError, match=r"'qwen3_5'.*expected 'qwen3_5_text'; save .*save_original_format=False\)$"):
-        ModelShape.of_config({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "here")
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_a_model_with_images_whose_text_model_trains_is_refused_with_the_way_to_save_it(family: str) -> None:
+    said = rf"'{family}'.*expected '{family}_text'; save .*save_original_format=False\)$"
+    with pytest.raises(ConfigError, match=said):
+        ModelShape.of_config({"model_type": family, "text_config": {"model_type": f"{family}_text"}}, "here")
 
 
 @pytest.mark.parametrize(
