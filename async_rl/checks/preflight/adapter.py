@@ -18,7 +18,7 @@ from async_rl.shared.model_shape import ModelShape
 from async_rl.shared.protocol.adapter import CONFIG_FILE, WEIGHTS_FILE, A, B, factor_name
 
 PROPOSED_RANK = 16
-"""Of adapters that `init` and `check` propose: that of the measured runs (docs/adapters.md)."""
+"""Of adapters that `init` and `check` propose: that of `quickstart smollm2 --lora`."""
 
 UNHELD = {
     "bias": "none",
