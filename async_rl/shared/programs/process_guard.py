@@ -43,9 +43,10 @@ STOPPED_STATE = "T"
 class StopWatch:
     """Finds processes that a signal has stopped, such as SIGSTOP: they keep what they hold, and nothing else tells.
 
-    Whoever has started them calls `find` every `interval_s`. It looks at those below `root` and, where that is another
-    one, at `root` itself, on Linux. It leaves out a producer and what that has started: the training ranks notice a
-    silent producer, and a user's program that stops itself has a limit of its own.
+    Whoever has started them calls `find` every `interval_s`; it does nothing where it has just looked. It looks at
+    those below `root` and, where that is another one, at `root` itself, on Linux. It leaves out a producer and what
+    that has started: the training ranks notice a silent producer, and a user's program that stops itself has a limit of
+    its own.
 
     A process counts as stopped while it is in that state and has computed nothing since the last call, so one that
     cpulimit stops and continues by turns goes on. The time in which the caller itself did not run does not count: where
@@ -67,6 +68,8 @@ class StopWatch:
     def find(self) -> dict[int, str]:
         """The processes that were stopped for longer than the limit, each with a description."""
         now = self._clock()
+        if now - self._last_s < self.interval_s / 2:
+            return {}
         step_s, self._last_s = min(now - self._last_s, 2 * self.interval_s), now
         parents: dict[int, int] = {}
         found: dict[tuple[int, str], tuple[str, float]] = {}
