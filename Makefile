@@ -69,7 +69,7 @@ test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 # Whole runs, faults and rules on emulated NPUs; the first time on a machine they are compiled, with g++. Covers of the
-# matrix of layouts and `async-rl verify` there are left to `make test-all`.
+# matrix of layouts, `async-rl verify` there and what only varies these are left to `make test-all`.
 test-devices: $(READY)
 	$(BIN)/python -m pytest -m "not npu and not layouts" $(WORKERS) tests/trainer/devices/emulated $(ARGS)
 

@@ -120,7 +120,7 @@ LARGEST_GAPS = {True: 0.2, False: 1e-3}
 others in either pool, and on a shared prefix all that follows with it."""
 
 
-COVERED = {"dp2", "tp2", "pp2", "snapshot"}
+COVERED = {"dp2", "tp2", "pp2", "ep2", "snapshot"}
 """Whose kinds the cover of the matrix has, too, or the runs in turns: these are left to `make test-all`."""
 
 
