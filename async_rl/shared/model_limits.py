@@ -58,8 +58,9 @@ def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
     for name, value in UNREAD.get(traits.experts or "", {}).items():
         if config.get(name, value) != value:
             yield f"{name} {config[name]!r}", repr(value)
-    if traits.experts == "minimax" and any(kind != 1 for kind in config.get("attn_type_list") or ()):
-        yield f"attn_type_list {config['attn_type_list']!r}", "1 in every layer, attention to all tokens"
+    kinds = config.get("attn_type_list") if traits.experts == "minimax" else None
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != 1 for kind in kinds)):
+        yield f"attn_type_list {kinds!r}", "1 in every layer, attention to all tokens"
     heads = config.get("num_attention_heads")
     if traits.has_latents and config.get("num_key_value_heads", heads) not in (None, heads):
         yield f"num_key_value_heads {config['num_key_value_heads']}", f"{heads}, as num_attention_heads"

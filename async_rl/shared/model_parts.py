@@ -19,7 +19,6 @@ from async_rl.shared.model_limits import local_rope, rope_type
 
 FULL_INTERVAL = 4
 """Of models with gated delta nets, where config.json leaves it out: every fourth layer has attention."""
-LOCAL = "num_local_experts"
 CLAMPED_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 """Of gpt-oss' experts, where config.json leaves them out."""
 QUERY_RANK = 1536
@@ -236,8 +235,9 @@ def read_experts(config: Mapping[str, Any], traits: Family, size: Callable[..., 
     if traits.experts is None:
         return None
     # A checkpoint saved again by transformers 5 has another name.
-    first_name = {"deepseek": "n_routed_experts", "gpt_oss": LOCAL, "minimax": LOCAL}.get(traits.experts, "num_experts")
-    num_experts, top_k = size(first_name, LOCAL, "num_experts"), size("num_experts_per_tok")
+    local, plain = "num_local_experts", "num_experts"
+    names = {"deepseek": ("n_routed_experts", local), "gpt_oss": (local, plain), "minimax": (local, plain)}
+    num_experts, top_k = size(*names.get(traits.experts, (plain, local))), size("num_experts_per_tok")
     if top_k > num_experts:
         raise damaged(named, "num_experts_per_tok", top_k, f"at most its {num_experts} experts")
     if traits.experts == "gpt_oss":

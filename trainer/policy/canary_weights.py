@@ -268,8 +268,8 @@ class CanaryWeights:
 def _experts_of(entry: WeightEntry, parallel: Parallel) -> range:
     """The numbers of the experts whose matrices a rank has in an entry."""
     if entry.has_experts:
-        ((shard, *_), *_) = (shard.slices for shard in entry.shards(*entry.share_of(parallel)))
-        return range(shard[0].start, shard[0].stop)
+        rows, *_ = entry.shards(*entry.share_of(parallel))[0].slices[0]
+        return range(rows.start, rows.stop)
     found = EXPERTS.search(next(iter(entry.hf_shapes)))
     return range(int(found[1]), int(found[1]) + 1) if found else range(0)
 
