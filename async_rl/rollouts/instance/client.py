@@ -184,6 +184,8 @@ class InstanceClient:
                 logger.info("%s; using %s", error, routes.COMPLETIONS)
                 self._dialect = replace(self.dialect, has_generate=False)
         if not self.dialect.has_generate:
+            if self._adapter is not None:
+                raise InstanceError(f"instance {self.url} has no {routes.GENERATE}, by which adapters are named")
             answer.reports_versions = False
             await self._require_holding(answer)
             await self._read(routes.COMPLETIONS, completion_request(prompt, params, request_id), answer)
@@ -369,10 +371,9 @@ class InstanceClient:
         Raises:
             InstanceError: it has not received any, or does not load them.
         """
-        directories = set(await self._call_workers(routes.ADAPTER_METHOD, [], timeout_s))
-        if len(directories) != 1:
-            raise InstanceError(f"instance {self.url} has saved adapters in {sorted(directories)}: expected one place")
-        body = LoadAdapterRequest(lora_name=version, lora_path=directories.pop())
+        # All workers load what the first one has saved.
+        directory, *_ = await self._call_workers(routes.ADAPTER_METHOD, [], timeout_s)
+        body = LoadAdapterRequest(lora_name=version, lora_path=directory)
         await self._http.post(routes.LOAD_ADAPTER, body, within(timeout_s))
         models = self._http.parse(MODELS, await self._http.get(routes.MODELS, timeout_s), routes.MODELS)["data"]
         for name in (model["id"] for model in models if model.get("parent") and model["id"] != version):

@@ -19,15 +19,20 @@ from async_rl.config.pool_section import PublishSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.method.proof.gap_limits import noise_scale
 from async_rl.rollouts.publish.canary import Canary
+from async_rl.rollouts.publish.probe import Probe
 from async_rl.shared.protocol.adapter import WEIGHTS_FILE
 from async_rl.shared.protocol.inference import AdapterInfo
+from async_rl.shared.protocol.sender import CONSTANT, SCALE
 from async_rl.shared.weights.sender import AdapterSource, WeightSender, WeightSource
 from async_rl.shared.weights.stream import Fingerprint, base_digest
 from inference_service.weight_transfer.adapters import ModelAdapters, ReceivedAdapters
 from inference_service.weight_transfer.receiver import parameter_views, specs_of
 from tests.support.adapter_faults import ALONE, AlonePlant
+from tests.support.members import ready_member
 from tests.support.trainer.random_adapters import random_adapters
 from tests.trainer.policy.test_canary_weights import of_own_kind
+from trainer.model.adapters import adapters_of
+from trainer.policy.canary_adapters import CanaryAdapters
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]
@@ -142,3 +147,52 @@ def test_each_fault_with_adapters_is_found_by_the_canary_and_a_sound_engine_pass
     for member, fault in zip(engines, (None, *ALONE), strict=True):
         assert (member in failures) == (fault is not None), (fault, failures.get(member))
     assert same(before, factors_of(trainer)), "the true ones are there again"
+
+
+NUM_PUBLISHES, CANARY_EVERY = 100, 10
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_hundred_sound_publishes_raise_no_alarm(
+    dtype: str, tiny_model: Callable[..., Path], make_trainer: MakeTrainer
+) -> None:
+    """Each of adapters that are random anew: by fingerprint and probe, and every tenth by a canary."""
+    base, adapter = tiny_model("qwen3"), AdapterSection(rank=4, alpha=8)
+    trainer = make_trainer(base, dtype=dtype, adapter=adapter, publishes_adapters=True)
+    info = info_of(trainer, adapter)
+    engine = Engine(base, info, getattr(torch, dtype))
+    sound = ready_member("sound")
+    probe = Probe(PublishSection(), RolloutSection(), PROMPT, noise_scale(dtype))
+    for number in range(NUM_PUBLISHES):
+        with torch.no_grad():
+            for each in adapters_of(trainer.models.policy_model).values():
+                for factor in each.parameters():
+                    factor.copy_(0.2 * torch.randn_like(factor))
+        if number % CANARY_EVERY == 0:
+            assert judged(trainer, info, {of_own_kind(number): engine}, dtype) == {}
+        engine.load(trainer.adapter_export.stream())  # type: ignore[union-attr]
+        received = ReceivedAdapters(info, factors_of(trainer), Fingerprint)
+        assert engine.adapters.fingerprint() == received.fingerprint()
+        assert probe.judge({sound: [engine.sample()]}, trainer.score) == {}
+
+
+def test_faults_and_classes_are_those_of_the_layers_that_are_targeted(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer
+) -> None:
+    adapter = AdapterSection(rank=3, targets=("v_proj", "down_proj"))
+    trainer = make_trainer(tiny_model("qwen3"), adapter=adapter, publishes_adapters=True)
+    weights = trainer.canary_weights
+    assert isinstance(weights, CanaryAdapters)
+    assert weights.classes == ("v_proj lora_A", "v_proj lora_B", "down_proj lora_A", "down_proj lora_B")
+    before, scored = factors_of(trainer), trainer.score(PROMPT, [[3, 4]])
+    weights.change(dict.fromkeys(weights.classes, 2))
+    changed = trainer.score(PROMPT, [[3, 4]])
+    weights.change(dict.fromkeys(weights.classes, 2) | {SCALE: 200})
+    doubled = trainer.score(PROMPT, [[3, 4]])
+    weights.change(dict.fromkeys(weights.classes, CONSTANT))
+    assert trainer.score(PROMPT, [[3, 4]]) == scored, "new adapters add nothing"
+    assert len({str(each) for each in (scored, changed, doubled)}) == 3
+    weights.restore()
+    assert not weights.are_changed and same(before, factors_of(trainer))
+    assert trainer.score(PROMPT, [[3, 4]]) == scored
