@@ -35,7 +35,7 @@ FAST := not distributed and not computes and not nightly and not browser and not
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-fast test-all test-as-intel test-layouts test-gpu test-devices test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
-.PHONY: bench-overlap bench-shared-prompt bench-weight-sync bench-producer bench-chaos bench-gpu \
+.PHONY: bench-adapters bench-overlap bench-shared-prompt bench-weight-sync bench-producer bench-chaos bench-gpu \
 	bench-between-hosts bench-long-context bench-memory bench-peers bench-dock bench-system
 
 quickstart: $(READY_USER)
@@ -132,6 +132,9 @@ bench-peers: $(READY) $(PEERS_READY)
 
 bench-weight-sync: $(READY)
 	$(BIN)/python -m benchmarks.weight_sync --json $(ARGS)
+
+bench-adapters: $(READY)
+	$(BIN)/python -m benchmarks.adapters --json $(ARGS)
 
 bench-long-context: $(READY)
 	$(BIN)/python -m benchmarks.long_context --json $(ARGS)

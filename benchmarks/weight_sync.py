@@ -18,11 +18,9 @@ two instances:
 import argparse
 import json
 import logging
-import multiprocessing
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,15 +29,14 @@ from typing import Any, Literal
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-import torch.distributed as dist
 
 from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.publish.publisher import Publisher
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights.sender import WeightSender, WeightSource
-from async_rl.shared.weights.store import StoreServer, join_rendezvous
-from async_rl.shared.weights.stream import BUCKET_BYTES, TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import BUCKET_BYTES, TensorSpec
+from benchmarks.common.bare_broadcast import TIMEOUT_S, BareBroadcast
 from benchmarks.common.random_model import save_random_qwen3
 from benchmarks.common.running_instance import running_instance
 
@@ -65,9 +62,6 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 INSTANCE = ("--dtype", "bfloat16", "--max-model-len", "128", "--max-concurrency", "4")
-TIMEOUT_S = 60.0
-HOST = "127.0.0.1"
-SECRET = "of this benchmark"
 NUM_INSTANCES = (1, 2)
 TRANSPORTS: tuple[Literal["broadcast", "snapshot", "ipc"], ...] = ("broadcast", "snapshot", "ipc")
 
@@ -82,57 +76,6 @@ def make_model(path: Path, size: str) -> Stream:
         (TensorSpec(name, "bfloat16", tuple(parameter.shape)), parameter.detach())
         for name, parameter in model.named_parameters()
     ]
-
-
-def receive_bare(port: int, rank: int, world_size: int, num_bytes: int, bucket_bytes: int) -> None:
-    """In a process: receives broadcasts of `num_bytes` bytes, and confirms each, until the sender ends."""
-    torch.set_num_threads(1)
-    group = WeightGroup(join_rendezvous(HOST, port, SECRET, TIMEOUT_S), rank, world_size, "gloo", TIMEOUT_S)
-    buffer = torch.empty(num_bytes, dtype=torch.uint8)
-    while True:
-        try:
-            broadcast(group, buffer, bucket_bytes)
-        except RuntimeError:
-            return
-
-
-def broadcast(group: WeightGroup, buffer: torch.Tensor, bucket_bytes: int) -> None:
-    """Broadcasts bucket by bucket from rank 0, then waits for every rank."""
-    collectives: Any = group._collectives
-    gloo = collectives._group
-    for bucket in buffer.split(bucket_bytes):
-        gloo.broadcast([bucket], dist.BroadcastOptions()).wait()
-    gloo.barrier(dist.BarrierOptions()).wait()
-
-
-class BareBroadcast:
-    """The sender and its receivers, which are separate processes."""
-
-    def __init__(self, num_receivers: int, num_bytes: int, bucket_bytes: int) -> None:
-        world_size = num_receivers + 1
-        self._server = StoreServer(HOST, SECRET)
-        spawn = multiprocessing.get_context("spawn")
-        arguments = (world_size, num_bytes, bucket_bytes)
-        self._processes = [
-            spawn.Process(target=receive_bare, args=(self._server.port, rank, *arguments), daemon=True)
-            for rank in range(1, world_size)
-        ]
-        for process in self._processes:
-            process.start()
-        self._group = WeightGroup(self._server.store(TIMEOUT_S), 0, world_size, "gloo", TIMEOUT_S)
-        self._buffer = torch.ones(num_bytes, dtype=torch.uint8)
-        self._bucket_bytes = bucket_bytes
-
-    def seconds(self) -> float:
-        started = time.monotonic()
-        broadcast(self._group, self._buffer, self._bucket_bytes)
-        return time.monotonic() - started
-
-    def close(self) -> None:
-        self._group.close()
-        self._server.close()
-        for process in self._processes:
-            process.join()
 
 
 def open_publisher(closing: ExitStack, urls: Sequence[str], stream: Stream, config: PublishSection) -> Publisher:
