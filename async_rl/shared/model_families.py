@@ -91,6 +91,7 @@ class Family:
             "deepseek" has DeepSeek-V3's, after the first layers; "gpt_oss" has gpt-oss', in every layer; "minimax"
             DeepSeek-V3's without groups, in every layer.
         renormalizes: the weights of a token's experts sum to 1 whatever norm_topk_prob is.
+        has_dense_size: its config has an intermediate_size, whether a layer uses it or not.
         expert_names: theirs, but for gpt-oss.
         delta: has gated delta nets in place of attention in most layers: "by_head" has their projections in two tensors
             that are ordered by key head, "apart" those of each kind apart.
@@ -123,6 +124,7 @@ class Family:
     scales_queries: bool = False
     experts: Literal["qwen", "qwen_shared", "deepseek", "gpt_oss", "minimax"] | None = None
     renormalizes: bool = False
+    has_dense_size: bool = True
     expert_names: ExpertNames = ExpertNames()
     delta: Literal["by_head", "apart"] | None = None
     has_latents: bool = False
@@ -252,6 +254,7 @@ TABLE: Final[Mapping[str, Family]] = {
         features_of=_ATTENTION,
         experts="qwen_shared",
         renormalizes=True,
+        has_dense_size=False,
         delta="apart",
         rotary_share=0.25,
         rope_ignored=frozenset({"mrope_section", "mrope_interleaved"}),

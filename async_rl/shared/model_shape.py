@@ -138,8 +138,7 @@ class ModelShape:
         _require_pairs(latents.rope_dim if latents else int(head_dim * rotary_share), latents, named)
         unrotated = _unrotated_layers(config, size("num_hidden_layers"), named)
         experts = read_experts(config, traits, size, named)
-        # A model whose layers all have experts may say nothing of dense ones.
-        dense_size = experts.ffn_size if experts is not None and not experts.num_dense else None
+        dense_size = experts.ffn_size if experts is not None and not traits.has_dense_size else None
         windowed = windowed_layers(config, traits, size("num_hidden_layers"), unrotated)
         return cls(
             family=family,

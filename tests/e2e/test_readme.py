@@ -184,6 +184,7 @@ def test_make_test_gpu_runs_where_there_is_none() -> None:
 def test_every_command_for_users_and_contributors_is_run_by_a_test_or_by_ci() -> None:
     run_by_tests = {
         "quickstart",
+        "bench-adapters",
         "bench-between-hosts",
         "bench-chaos",
         "bench-gpu",

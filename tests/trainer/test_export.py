@@ -138,7 +138,7 @@ def test_adapters_are_written_as_peft_loads_them_or_merged(
     ragged_groups: list[Group],
     tmp_path: Path,
 ) -> None:
-    trainer = make_run(adapter={"rank": 3})
+    trainer = make_run(adapter={"rank": 3, "publish": "merged"})
     checkpoint = checkpoint_path(tmp_path / "run/checkpoints", 2)
     export_policy(checkpoint, tmp_path / "out", parallel)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
