@@ -62,7 +62,8 @@ def closed_groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture(scope="session")
 def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
-    """`make_trainer(path, kl_coef=0.1, temperature=0.7)`; options go to the section that has them."""
+    """`make_trainer(path, kl_coef=0.1, temperature=0.7)`; settings go to the section that has them, `options` to the
+    algorithm."""
 
     def make(
         path: Path,
@@ -80,7 +81,7 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
             parallel if device is None else replace(parallel, device=device),
             TrainerSection(**section(TrainerSection)),
             ModelSection(path=str(path), dtype=dtype),
-            RolloutSection(**section(RolloutSection)),
+            RolloutSection(**{name: value for name, value in section(RolloutSection).items() if name != "options"}),
             AlgorithmSection(**section(AlgorithmSection)),
             OptimizerSection(**{"learning_rate": 1e-2} | section(OptimizerSection)),
             TrainSection(**{"iterations": 10} | section(TrainSection)),
@@ -179,8 +180,9 @@ def grpo_in_transformers() -> Callable[..., Expected]:
     return run
 
 
-def by_checkpoint_name(tensors: dict[str, torch.Tensor], model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each expert's matrices by themselves, which transformers has in one tensor, but for gpt-oss."""
+def by_checkpoint_name(tensors: dict[str, torch.Tensor], model_type: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Each expert's matrices by themselves, which transformers has in one tensor, but for gpt-oss; under the names of
+    Qwen's, if the family has no others."""
     parts_of = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     if model_type == "minimax_m2":
         parts_of = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}

@@ -1,6 +1,7 @@
 """Loads a Hugging Face checkpoint into a rank's part of a model, one Megatron tensor at a time."""
 
 import json
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +56,7 @@ def load_hf_weights(model: RankModel, checkpoint: Path) -> None:
         config = json.loads((checkpoint / "config.json").read_text())
         if is_mxfp4(config):
             files = with_mxfp4(files, f"checkpoint {str(checkpoint)!r}")
+        files = _by_expert(files, {name for entry in entries for name in entry.hf_shapes})
         if model.shape.gives_values and VALUE_HEAD not in files:
             entries, own = ([entry for entry in some if VALUE_HEAD not in entry.hf_shapes] for some in (entries, own))
         ignores_head = model.shape.tied or model.shape.gives_values
@@ -111,7 +113,7 @@ def _open_tensors(checkpoint: Path, stack: ExitStack) -> dict[str, Any]:
                 f"checkpoint {str(checkpoint)!r}: {name} is damaged, or was copied only in part: {error}; copy it again"
             ) from error
         opened.update(dict.fromkeys(file.keys(), file))
-    return _by_expert(opened)
+    return opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +137,12 @@ class _OneExpert:
         return part[0]
 
 
-def _by_expert(opened: dict[str, Any]) -> dict[str, Any]:
-    """Each expert under a name of its own, as most checkpoints have them."""
+def _by_expert(opened: dict[str, Any], expected: Collection[str]) -> dict[str, Any]:
+    """Each expert under a name of its own, as most checkpoints have them; `expected` tensors as they are."""
     found: dict[str, Any] = {}
     for name, file in opened.items():
         layer, _, kind = name.partition(".experts.")
-        parts = STACKED_EXPERTS.get(kind, ())
+        parts = () if name in expected else STACKED_EXPERTS.get(kind, ())
         shape = file.get_slice(name).get_shape() if parts else []
         if len(shape) != 3:
             found[name] = file
