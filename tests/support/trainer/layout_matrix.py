@@ -224,7 +224,8 @@ def _sizes(case: Case) -> dict[str, int]:
         # The choice of experts is discontinuous, so rounding can change it: here all experts are used.
         sizes |= {"n_group": 1, "topk_group": 1} if case.family in DEEPSEEKS else {}
         own = FAMILIES[case.family][1] if case.family else sizes
-        sizes["num_experts_per_tok"] = int(str(own["n_routed_experts" if case.family in DEEPSEEKS else "num_experts"]))
+        named = next(name for name in ("n_routed_experts", "num_experts", "num_local_experts") if name in own)
+        sizes["num_experts_per_tok"] = int(str(own[named]))
     return sizes
 
 
