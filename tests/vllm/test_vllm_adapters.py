@@ -86,3 +86,5 @@ def test_vllm_samples_from_the_adapters_of_each_version_and_one_that_takes_none_
             sender.close()
             loop.run(pool.close())
             loop.close()
+            # Left out of the publishes, it was not told to go on; other tests use it.
+            vllm.client.post("/resume").raise_for_status()
