@@ -71,8 +71,9 @@ class WeightUpdate:
         return of_adapters or self._receiver.fingerprint
 
     def base_digest(self) -> str | None:
-        """Of the weights without adapters; None if they are not complete."""
-        if self.is_sleeping or self._phase in (Phase.BROKEN, Phase.ASLEEP) or self._missing():
+        """Of the weights without adapters; None if they are not complete, or an update of them is still open."""
+        is_open = self._phase is Phase.UPDATING and self._touched
+        if self.is_sleeping or self._phase in (Phase.BROKEN, Phase.ASLEEP) or is_open:
             return None
         if self._digest is None:
             self._digest = base_digest((self._specs[name], view) for name, view in self._views.items())

@@ -242,8 +242,11 @@ class Publisher:
                 if not member.client.dialect.holds_what_it_received
             }
         )
-        if lacking := [member for member in lacking if member not in self._dropped]:
-            self._move(lacking, f"{version}-base", "whole")
+        lacking = [member for member in lacking if member not in self._dropped]
+        offer, lacking = self._move(lacking, f"{version}-base", "whole")
+        if offer is not None:
+            # An update that is still open ends where another weight group is formed, for more instances or fewer.
+            self._finish(lacking, offer)
         return self._remaining(members)
 
     def _move(

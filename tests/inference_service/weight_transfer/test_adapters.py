@@ -201,7 +201,7 @@ def test_a_stream_that_breaks_leaves_the_adapters_that_were_there(
     assert_serves(served, both, "beside", reference)
 
 
-def test_a_base_that_came_in_the_same_update_is_the_one_below_the_adapters(
+def test_a_base_that_came_is_the_one_below_the_adapters_once_its_update_has_ended(
     peft_model: Any, tmp_path: Path, tiny_model: Callable[..., Path]
 ) -> None:
     adapter, factors, base, both = peft_model
@@ -218,6 +218,12 @@ def test_a_base_that_came_in_the_same_update_is_the_one_below_the_adapters(
     of_base = {key: value for key, value in update_of(views, adapter, digest, whole).items() if key != "adapter"}
     update.start()
     update.receive(info_of(of_base))
+    assert update.base_digest() is None, "a trainer that was lost here has to send it again"
+    with pytest.raises(RequestRefused, match="this instance has None"):
+        update.receive(info_of(update_of(factors, adapter, digest, alone)))
+    update.finish()
+    assert update.base_digest() == digest
+    update.start()
     update.receive(info_of(update_of(factors, adapter, digest, alone)))
     update.finish()
     assert update.base_digest() == digest and torch.allclose(logits(model), logits(both), atol=1e-5)

@@ -1,0 +1,73 @@
+"""Publishes of adapters alone to several embedded engines, of which some begin with another base."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from async_rl.config.adapter_section import AdapterSection
+from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.protocol.adapter import WEIGHTS_FILE
+from async_rl.shared.protocol.inference import AdapterInfo
+from async_rl.shared.weights.sender import AdapterSource, WeightSource
+from async_rl.shared.weights.stream import TensorSpec, base_digest
+from inference_service.weight_transfer.receiver import parameter_views, specs_of
+from tests.inference_service.weight_transfer.test_weight_update import assert_serves
+from tests.support.publishing import Publishing
+from tests.support.running_instance import Instance
+from tests.support.trainer.random_adapters import random_adapters
+
+pytestmark = pytest.mark.distributed
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@pytest.fixture
+def publishing() -> Iterator[Publishing]:
+    loop = EventLoopThread()
+    made = Publishing(loop)
+    yield made
+    made.close()
+    loop.close()
+
+
+def source_of(base: torch.nn.Module, factors: Tensors, adapter: AdapterSection) -> WeightSource:
+    """Of a trainer with these adapters beside this base."""
+
+    def stream_of(tensors: Tensors) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        specs = specs_of(tensors)
+        yield from ((specs[name], tensor) for name, tensor in tensors.items())
+
+    whole = parameter_views(base)
+    info = AdapterInfo(rank=adapter.rank or 0, alpha=adapter.alpha, base=base_digest(stream_of(whole)))
+    alone = AdapterSource(list(specs_of(factors).values()), lambda: stream_of(factors), info)
+    return WeightSource(list(specs_of(whole).values()), lambda: stream_of(whole), adapter=alone)
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "snapshot"])
+def test_of_two_instances_the_one_with_another_base_gets_it_and_both_compute_with_the_adapters(
+    transport: str,
+    publishing: Publishing,
+    launch_instance: Callable[..., Instance],
+    tiny_model: Callable[..., Path],
+    load_reference: Callable[[Path], torch.nn.Module],
+    reference: Callable[..., list[float]],
+    tmp_path: Path,
+) -> None:
+    adapter = random_adapters(tiny_model("qwen3"), tmp_path / "adapters")
+    assert adapter.path is not None
+    base = load_reference(tiny_model("qwen3"))
+    both: Any = PeftModel.from_pretrained(load_reference(tiny_model("qwen3")), adapter.path)
+    source = source_of(base, load_file(adapter.path / WEIGHTS_FILE), adapter)
+    instances = [launch_instance(tiny_model("qwen3")), launch_instance(tiny_model("qwen3", seed=1))]
+    options = {"transport": transport, "snapshot_dir": tmp_path / "snapshots"}
+    publisher, pool = publishing.make(*instances, source=source, timeout_s=30.0, **options)
+    for version in ("run-0", "run-1"):
+        served = publisher.publish(version).instances
+        assert served == tuple(instance.url for instance in instances), [member.reason for member in pool.members]
+        for instance in instances:
+            assert_serves(instance, both, version, reference)
