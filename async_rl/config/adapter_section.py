@@ -18,7 +18,7 @@ class AdapterSection(Section):
     rank: int | None = Field(
         None, ge=1, description="of the adapters that are trained in place of the model's own weights; by default none"
     )
-    alpha: float = Field(32.0, gt=0, le=1e6, description="what an adapter adds is multiplied by alpha / rank")
+    alpha: float = Field(32.0, ge=1e-6, le=1e6, description="what an adapter adds is multiplied by alpha / rank")
     targets: tuple[Target, ...] = Field(
         (ALL_LINEAR,),
         min_length=1,

@@ -251,6 +251,12 @@ def test_vllm_is_started_for_the_adapters_that_it_gets(
     assert config.engine_options == options
 
 
+def test_an_alpha_that_leaves_nothing_of_an_adapter_is_refused(config_file: Path) -> None:
+    assert load_config(config_file, ["--adapter.rank=4", "--adapter.alpha=1e-6"]).adapter.scale == 2.5e-7
+    with pytest.raises(ConfigError, match=r"adapter\.alpha: Input should be greater than or equal to 0\.000001"):
+        load_config(config_file, ["--adapter.rank=4", "--adapter.alpha=9e-7"])
+
+
 def test_adapters_of_a_rank_that_vllm_does_not_take_are_refused(config_file: Path) -> None:
     words = ["--inference.engine=vllm", "--adapter.rank=513", "--adapter.publish=adapters"]
     with pytest.raises(ConfigError, match=r"adapter.rank is 513, and vLLM takes adapters up to rank 512"):
