@@ -58,7 +58,18 @@ class ModelAdapters:
         self._held: ReceivedAdapters | None = None
 
     def expected(self, info: AdapterInfo) -> dict[str, TensorSpec]:
-        """Both factors of every layer that may have an adapter, by their names."""
+        """Both factors of every layer that may have an adapter, by their names.
+
+        Raises:
+            RequestRefused: the rank is more than any layer can change.
+        """
+        most = max((min(module.in_features, module.out_features) for module in self._layers.values()), default=0)
+        if info.rank > most:
+            raise RequestRefused(
+                f"the adapters have rank {info.rank}, and no layer of this model has more than {most} rows and "
+                "columns: lower their rank, or start the instance with the trainer's model",
+                "update_info.adapter.rank",
+            )
         found = {}
         for layer, module in self._layers.items():
             for factor, shape in ((A, (info.rank, module.in_features)), (B, (module.out_features, info.rank))):

@@ -194,9 +194,10 @@ class WeightUpdate:
                 "update_info.adapter.base",
             )
         device = next(iter(self._views.values())).device
-        factors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs}
         make_fingerprint = type(self._receiver.fingerprint_for(update))
         try:
+            # There may be no room for them.
+            factors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs}
             for _ in self._receiver.stream(update, specs, factors):
                 pass
         except RequestRefused:

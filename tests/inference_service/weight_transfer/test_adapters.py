@@ -142,10 +142,13 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(
     before, shown = logits(model), update.fingerprint
     update.start()
     half = {name: factor for name, factor in factors.items() if "layers.0.mlp.up_proj.lora_B" not in name}
+    huge = 10**13
+    shapes = [[huge if size == adapter.rank else size for size in factor.shape] for factor in factors.values()]
     head = {**factors, "base_model.model.lm_head.lora_A.weight": torch.zeros(3, 32)}
     cases: Sequence[tuple[dict[str, Any], str]] = (
         ({"adapter": {"rank": 3, "alpha": 5, "base": OTHER_DIGEST}}, "send those weights first"),
         ({"adapter": {"rank": 4, "alpha": 5, "base": digest}}, "has shape"),
+        ({"adapter": {"rank": huge, "alpha": 5, "base": digest}, "shapes": shapes}, f"have rank {huge}, and no layer"),
         (update_of(half, adapter, digest), "an adapter has both"),
         (update_of(head, adapter, digest), "the model has no weight"),
         ({"snapshot": str(tmp_path / "none")}, "cannot read"),
