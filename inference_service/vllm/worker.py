@@ -34,7 +34,8 @@ class WorkerExtension:
     weight_transfer_engine: Any
     vllm_config: Any
     noted_version_of_weights = "default"
-    digest_of_base: str | None = None
+    digest_of_base: tuple[tuple[str, ...], str] | None = None
+    """(The names that were asked for last, their digest)."""
 
     def weight_fingerprint(self) -> str | None:
         """Fingerprint of the last weight stream that arrived completely; None before the first."""
@@ -49,13 +50,13 @@ class WorkerExtension:
         """
         if self.weight_transfer_engine.receiver.has_whole_weights:
             return None
-        if self.digest_of_base is None:
+        if self.digest_of_base is None or self.digest_of_base[0] != names:
             model = self.vllm_config.model_config
             place = Path(model.model)
             if not place.is_dir():
                 place = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-            self.digest_of_base = digest_of_files(place, names, model.dtype)
-        return self.digest_of_base
+            self.digest_of_base = names, digest_of_files(place, names, model.dtype)
+        return self.digest_of_base[1]
 
     def adapter_directory(self) -> str | None:
         """Where the adapters that came last are, as peft saves them; None if whole weights came since, or nothing."""

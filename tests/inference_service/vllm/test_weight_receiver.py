@@ -22,7 +22,7 @@ from async_rl.shared.weights.stream import Fingerprint, TensorSpec, WeightGroup,
 from inference_service.engine_interface import RequestRefused
 from inference_service.vllm.weight_adapters import LoadsThroughCallback, ReloadsModel, form_of
 from inference_service.vllm.weight_receiver import WorkerReceiver, announced_specs, in_batches
-from inference_service.vllm.worker import digest_of_files
+from inference_service.vllm.worker import WorkerExtension, digest_of_files
 
 SECRET = "of this meeting" * 3
 TIMEOUT_S = 20.0
@@ -292,3 +292,14 @@ def test_the_base_of_a_server_is_what_its_files_hold_in_its_dtype(tmp_path: Path
     assert digest_of_files(tmp_path, ["a", "b"], torch.bfloat16) == base_digest(rounded)
     assert digest_of_files(tmp_path, ["a", "b"], torch.float32) != base_digest(rounded)
     assert digest_of_files(tmp_path, ["a"], torch.bfloat16) != base_digest(rounded)
+
+
+def test_a_worker_answers_for_the_names_that_are_asked_whatever_was_asked_before(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    worker = WorkerExtension()
+    worker.weight_transfer_engine = SimpleNamespace(receiver=SimpleNamespace(has_whole_weights=False))
+    worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path), dtype=torch.float32))
+    for names in ((), ("a", "b"), ("a",), ("a", "b")):
+        assert worker.base_digest(*names) == digest_of_files(tmp_path, names, torch.float32)
+    assert worker.base_digest() != worker.base_digest("a", "b")
