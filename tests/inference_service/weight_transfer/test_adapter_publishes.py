@@ -1,6 +1,7 @@
 """Publishes of adapters alone to several embedded engines, of which some begin with another base."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,29 @@ def source_of(base: torch.nn.Module, factors: Tensors, adapter: AdapterSection) 
     return WeightSource(list(specs_of(whole).values()), lambda: stream_of(whole), adapter=alone)
 
 
+@pytest.fixture
+def published(
+    tiny_model: Callable[..., Path], load_reference: Callable[[Path], torch.nn.Module], tmp_path: Path
+) -> tuple[WeightSource, Any]:
+    """A trainer's random adapters beside their base, and peft's model of both."""
+    adapter = random_adapters(tiny_model("qwen3"), tmp_path / "adapters")
+    assert adapter.path is not None
+    both = PeftModel.from_pretrained(load_reference(tiny_model("qwen3")), adapter.path)
+    factors = load_file(adapter.path / WEIGHTS_FILE)
+    return source_of(load_reference(tiny_model("qwen3")), factors, adapter), both
+
+
 @pytest.mark.parametrize("transport", ["broadcast", "snapshot"])
 def test_of_two_instances_the_one_with_another_base_gets_it_and_both_compute_with_the_adapters(
     transport: str,
     publishing: Publishing,
+    published: tuple[WeightSource, Any],
     launch_instance: Callable[..., Instance],
     tiny_model: Callable[..., Path],
-    load_reference: Callable[[Path], torch.nn.Module],
     reference: Callable[..., list[float]],
     tmp_path: Path,
 ) -> None:
-    adapter = random_adapters(tiny_model("qwen3"), tmp_path / "adapters")
-    assert adapter.path is not None
-    base = load_reference(tiny_model("qwen3"))
-    both: Any = PeftModel.from_pretrained(load_reference(tiny_model("qwen3")), adapter.path)
-    source = source_of(base, load_file(adapter.path / WEIGHTS_FILE), adapter)
+    source, both = published
     instances = [launch_instance(tiny_model("qwen3")), launch_instance(tiny_model("qwen3", seed=1))]
     options = {"transport": transport, "snapshot_dir": tmp_path / "snapshots"}
     publisher, pool = publishing.make(*instances, source=source, timeout_s=30.0, **options)
@@ -71,3 +80,34 @@ def test_of_two_instances_the_one_with_another_base_gets_it_and_both_compute_wit
         assert served == tuple(instance.url for instance in instances), [member.reason for member in pool.members]
         for instance in instances:
             assert_serves(instance, both, version, reference)
+
+
+@pytest.mark.parametrize("amid", ["base", "adapters"])
+def test_one_that_is_killed_amid_a_stream_leaves_the_other_with_the_base_and_the_adapters(
+    amid: str,
+    publishing: Publishing,
+    published: tuple[WeightSource, Any],
+    launch_instance: Callable[..., Instance],
+    tiny_model: Callable[..., Path],
+    reference: Callable[..., list[float]],
+) -> None:
+    source, both = published
+    instances = [launch_instance(tiny_model("qwen3", seed=1)) for _ in range(2)]
+
+    def killing(stream: Iterator[tuple[TensorSpec, torch.Tensor]]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        yield next(stream)
+        instances[0].process.kill()
+        instances[0].process.wait()
+        yield from stream
+
+    assert source.adapter is not None
+    of_base, of_adapters = source.stream, source.adapter.stream
+    if amid == "base":
+        source = replace(source, stream=lambda: killing(iter(of_base())))
+    else:
+        source = replace(source, adapter=replace(source.adapter, stream=lambda: killing(iter(of_adapters()))))
+    publisher, pool = publishing.make(*instances, source=source, timeout_s=30.0)
+    for version in ("run-0", "run-1"):
+        served = publisher.publish(version).instances
+        assert served == (instances[1].url,), [member.reason for member in pool.members]
+        assert_serves(instances[1], both, version, reference)
