@@ -12,7 +12,7 @@ Pure: no clocks, no sockets, no coroutines.
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from async_rl.method.pieces import cut
+from async_rl.method.pieces import cut, may_be_cut
 from async_rl.method.types import Group, GroupKey
 from async_rl.producer.cutting import Load, num_rollouts_for, num_tokens
 
@@ -95,13 +95,16 @@ class Rounds:
     def _level(self, indices: Sequence[int], long: Sequence[int]) -> None:
         """Gives the long groups of a round that has finished, the longest first."""
         loads = dict.fromkeys(range(self._num_replicas), 0) | {i % self._num_replicas: self._tokens[i] for i in indices}
+        divisible = {i % self._num_replicas: self._tokens[i] for i in long if may_be_cut(self._finished[i])}
         for index in sorted(long, key=lambda i: (-self._tokens[i], i)):
             group, replica = self._finished[index], index % self._num_replicas
             loads[replica] -= self._tokens[index]
+            divisible.pop(replica, None)
             others = set(loads) - {replica}
             while True:
-                own = Load(loads[replica])
-                num = num_rollouts_for(group, own, [Load(loads[other]) for other in others])
+                # Groups that are given after this one fill what it leaves: they are cut, too.
+                others_have = [Load(loads[other] - divisible.get(other, 0)) for other in others]
+                num = num_rollouts_for(group, Load(loads[replica]), others_have, sum(divisible.values()))
                 piece, rest = (group, None) if num == len(group.rollouts) else cut(group, num)
                 loads[replica] += num_tokens(piece)
                 self._hand(replica, piece)

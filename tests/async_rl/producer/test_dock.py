@@ -302,6 +302,18 @@ def test_one_long_group_after_short_ones_takes_all_replicas(num_replicas: int, b
         assert trained.ended_s - 20.0 < 16_000 / sum(speeds) + 2.5
 
 
+@pytest.mark.parametrize(("num_groups", "num_replicas"), [(2, 3), (3, 4), (5, 8), (8, 5)])
+def test_long_groups_of_equal_length_take_the_replicas_that_have_none(num_groups: int, num_replicas: int) -> None:
+    groups = [plain_group(i, 50, [400] * 8) for i in range(num_groups)]
+    for by_index in (False, True):
+        trained = Simulation([1000.0] * num_replicas, cuts_above=1000).run(
+            groups, [0.0] * num_groups, by_index=by_index
+        )
+        # A rollout, of 0.4 s, is not divided, and each piece has the prompt; a whole group takes 3.25 s.
+        even_s = sum(map(num_tokens, groups)) / num_replicas / 1000
+        assert trained.ended_s < even_s + 0.75, by_index
+
+
 def test_a_group_stays_whole_where_others_fill_the_time_or_the_prompt_costs_more() -> None:
     even = [random_group(i, 20, [500] * 8) for i in range(8)]
     long_prompts = [random_group(0, 3000, [500] * 4), random_group(1, 20, [500] * 4)]
@@ -350,7 +362,7 @@ def test_cutting_shortens_the_end_of_a_batch_and_never_lengthens_it_by_much(mix:
         mean = sum(ratios) / len(ratios)
         name = f"{mix}, {num_replicas} replicas, {'by index' if by_index else 'as they finish'}"
         print(f"{name}: {mean:.3f} of the time ({min(ratios):.3f} to {max(ratios):.3f})")
-        assert mean <= (1.02 if by_index else 1.0) and max(ratios) < (1.3 if by_index else 1.1)
+        assert mean <= (1.02 if by_index else 1.0) and max(ratios) < (1.2 if by_index else 1.1)
         if mix == "one group":
             assert mean < 0.85
 
