@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -36,9 +37,15 @@ class PoolSection(Section):
 
     @field_validator("instances")
     @classmethod
-    def _names_have_a_port(cls, instances: tuple[str, ...]) -> tuple[str, ...]:
-        if wrong := [each for each in instances if each.startswith(DNS) and not re.fullmatch(r".+:\d+", each[4:])]:
-            raise ValueError(f"{wrong[0]!r} is no {DNS}HOST:PORT, such as dns:inference.default.svc:8000")
+    def _are_addresses(cls, instances: tuple[str, ...]) -> tuple[str, ...]:
+        for number, each in enumerate(instances):
+            if each.startswith(DNS):
+                if not _is_base_url(f"http://{each.removeprefix(DNS)}", needs_port=True):
+                    raise ValueError(f"{each!r} is no {DNS}HOST:PORT, such as dns:inference.default.svc:8000")
+            elif not _is_base_url(each.rstrip("/")):
+                raise ValueError(f"{each!r} is not a base URL of an instance, expected http://host:port")
+            if each.rstrip("/") in (other.rstrip("/") for other in instances[:number]):
+                raise ValueError(f"{each!r} is there twice: name each instance once")
         return instances
 
     @property
@@ -50,6 +57,18 @@ class PoolSection(Section):
     def dns_names(self) -> tuple[str, ...]:
         """HOST:PORT of each name behind which there are instances."""
         return tuple(each.removeprefix(DNS) for each in self.instances if each.startswith(DNS))
+
+
+def _is_base_url(text: str, *, needs_port: bool = False) -> bool:
+    """Whether it is http://HOST:PORT or https://HOST:PORT, and nothing after it."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        return False
+    is_host = re.fullmatch(r"[\w.:-]+", parts.hostname or "") is not None and "@" not in parts.netloc
+    is_port = not needs_port if port is None else port > 0
+    return parts.scheme in ("http", "https") and is_host and is_port and text.endswith(parts.netloc)
 
 
 class PublishSection(Section):

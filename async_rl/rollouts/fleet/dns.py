@@ -72,9 +72,6 @@ class DnsMembership:
         name: of `pool.instances`, as HOST:PORT.
         resolve: the lookup function; tests may replace it.
         interval_s: from one lookup to the next.
-
-    Raises:
-        ConfigError: `name` is not HOST:PORT.
     """
 
     def __init__(
@@ -85,7 +82,8 @@ class DnsMembership:
         interval_s: float = RESOLVE_INTERVAL_S,
     ) -> None:
         self._pool = pool
-        self._host, self._port = _split(name)
+        host, _, port = name.rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
         self._resolve = resolve
         self._listed: set[str] = set()
         """URLs present at the last lookup and added then or before."""
@@ -142,12 +140,3 @@ class DnsMembership:
                 "the lookup of %s (pool.instances) failed, the instances stay as they are: %s", self._host, why
             )
         self._failed = True
-
-
-def _split(name: str) -> tuple[str, int]:
-    host, _, port = name.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(
-            f"pool.instances has dns:{name}: expected dns:HOST:PORT, such as dns:inference.default.svc:8000"
-        )
-    return host.strip("[]"), int(port)

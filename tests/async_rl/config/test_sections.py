@@ -1,3 +1,5 @@
+import json
+import re
 import threading
 from pathlib import Path
 
@@ -128,6 +130,36 @@ def test_a_publish_takes_no_longer_than_its_protocol_allows(config_file: Path) -
 def test_logits_are_divided_by_what_leaves_them_numbers(config_file: Path, temperature: str) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.temperature: Input should be greater than or equal to 0.000001"):
         load_config(config_file, [f"--rollout.temperature={temperature}"])
+
+
+@pytest.mark.parametrize(
+    ("instance", "said"),
+    [
+        *((url, "is not a base URL of an instance") for url in ("localhost:80", "ftp://a:1", "http://a:1/x", "")),
+        *((url, "is not a base URL of an instance") for url in ("http://[:]:1", "http://a:70000", "DNS:a:80")),
+        *((f"dns:{name}", "is no dns:HOST:PORT, such as") for name in ("", "a", "a:", ":80", "a:x", "a:0", "a:70000")),
+        *((f"dns:{name}", "is no dns:HOST:PORT, such as") for name in ("http://a:80", " a:80", "a:80/", "[:]:80")),
+        ("http://b:1/", "is there twice"),
+        ("dns:c.svc:1", "is there twice"),
+    ],
+)
+def test_what_no_instance_can_be_reached_at_is_refused(config_file: Path, instance: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"pool\.instances: {re.escape(repr(instance))} {said}"):
+        load_config(config_file, [f'--pool.instances=["http://b:1", "dns:c.svc:1", "{instance}"]'])
+
+
+@pytest.mark.parametrize("instance", ["http://me:hidden@a:1", "dns:me:hidden@a:1"])
+def test_instances_are_named_without_users_whose_passwords_are_not_shown(config_file: Path, instance: str) -> None:
+    with pytest.raises(ConfigError, match=r"@a:1' is no") as caught:
+        load_config(config_file, [f'--pool.instances=["{instance}"]'])
+    assert "hidden" not in str(caught.value)
+
+
+def test_instances_have_addresses_or_names_behind_which_they_are(config_file: Path) -> None:
+    instances = ("http://a:1", "https://[::1]:2/", "dns:c.svc:1", "dns:c.svc:2", "dns:a_b.svc.:80", "dns:[::1]:80")
+    config = load_config(config_file, [f"--pool.instances={json.dumps(instances)}"])
+    assert config.pool.instances == instances
+    assert config.pool.dns_names == ("c.svc:1", "c.svc:2", "a_b.svc.:80", "[::1]:80")
 
 
 def test_a_seed_has_63_bits(config_file: Path) -> None:

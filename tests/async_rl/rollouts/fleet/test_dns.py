@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import ConfigError
 from async_rl.rollouts.fleet.dns import DnsMembership, resolve_addresses
 from async_rl.rollouts.pool.inference_pool import InferencePool
 
@@ -123,11 +122,3 @@ def test_addresses_come_from_the_systems_resolver(loop) -> None:
     assert loop.run(resolve_addresses("127.0.0.1", 80)) == {"127.0.0.1"}
     with pytest.raises(OSError):
         loop.run(resolve_addresses("no-such-host.invalid", 80))
-
-
-@pytest.mark.parametrize(
-    "name", ["inference", "inference:", ":8000", "inference:http", "inference:0", "inference:70000"]
-)
-def test_a_name_without_host_or_port_is_refused(make_pool, name: str) -> None:
-    with pytest.raises(ConfigError, match="expected dns:HOST:PORT"):
-        DnsMembership(make_pool(), name)
