@@ -72,7 +72,8 @@ def test_a_trainer_loads_only_after_instances_of_an_earlier_start_have_left_the_
     log = (disturbed.dir / "logs" / "trainer.log").read_text()
     before, *starts = log.split("no instance has the devices: the trainer loads")
     assert "starting at iteration" not in before
-    assert [start.count("starting at iteration") for start in starts] == [1, 1]
+    # Of the run, and of its trainer that was killed; a third where both instances were lost at once.
+    assert len(starts) >= 2 and {start.count("starting at iteration") for start in starts} == {1}
 
 
 def test_evaluations_are_made_before_the_instances_sleep(disturbed: Run, separate: Run) -> None:
