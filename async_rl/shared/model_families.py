@@ -1,7 +1,7 @@
 """The families of models that the trainer holds, a row each: what their layers have, what config.json leaves out."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 QKV_BIAS, OUT_BIAS, MLP_BIAS = "qkv_bias", "out_bias", "mlp_bias"
@@ -165,6 +165,17 @@ _GPT_OSS: Final = {
     "truncate": False,
 }
 
+_QWEN3_5 = Family(
+    head_dim=256,
+    kv_heads=4,
+    features=frozenset({QK_NORM, OUT_GATE}),
+    norm_offset=1.0,
+    features_of=_ATTENTION,
+    delta="apart",
+    rotary_share=0.25,
+    rope_ignored=frozenset({"mrope_section", "mrope_interleaved"}),
+)
+
 TABLE: Final[Mapping[str, Family]] = {
     "qwen3": Family(
         head_dim=128,
@@ -236,29 +247,8 @@ TABLE: Final[Mapping[str, Family]] = {
         delta="by_head",
         rotary_share=0.25,
     ),
-    "qwen3_5_text": Family(
-        head_dim=256,
-        kv_heads=4,
-        features=frozenset({QK_NORM, OUT_GATE}),
-        norm_offset=1.0,
-        features_of=_ATTENTION,
-        delta="apart",
-        rotary_share=0.25,
-        rope_ignored=frozenset({"mrope_section", "mrope_interleaved"}),
-    ),
-    "qwen3_5_moe_text": Family(
-        head_dim=256,
-        kv_heads=2,
-        features=frozenset({QK_NORM, OUT_GATE}),
-        norm_offset=1.0,
-        features_of=_ATTENTION,
-        experts="qwen_shared",
-        renormalizes=True,
-        has_dense_size=False,
-        delta="apart",
-        rotary_share=0.25,
-        rope_ignored=frozenset({"mrope_section", "mrope_interleaved"}),
-    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(_QWEN3_5, kv_heads=2, experts="qwen_shared", renormalizes=True, has_dense_size=False),
     "gpt_oss": Family(
         head_dim=64,
         kv_heads=8,

@@ -1,6 +1,7 @@
 """The vLLM servers of all these tests, run by the Python of .venv-vllm on a model that its kernels take.
 
-The files are in the order in which the server `vllm` can pass them: it is fresh for the first and gone after the last.
+The files are in the order in which the server `vllm` can pass them: it is fresh for the first two, of which
+the first only has it refuse adapters, and gone after the last.
 """
 
 import os
@@ -15,11 +16,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.shared.net.free_ports import free_ports
 from benchmarks.common.running_instance import launch
 from inference_service.vllm.command import SERVER_MODULE
 from tests.support import ROOT
 from tests.support.running_instance import Instance, wait_until_ready
+from trainer.devices import choose_device
+from trainer.parallel import Parallel, init_parallel
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 START_TIMEOUT_S = 600.0
@@ -171,3 +175,10 @@ def end(process: "subprocess.Popen[str]") -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         raise
+
+
+@pytest.fixture
+def parallel() -> Iterator[Parallel]:
+    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
+    yield parallel
+    parallel.close()

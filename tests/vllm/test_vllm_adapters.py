@@ -3,7 +3,6 @@
 One publish goes to a server that was started for adapters, and to one that was not.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,8 @@ from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights.sender import WeightSender
 from tests.support.running_instance import Instance
 from tests.vllm.conftest import StartVllm
-from trainer.devices import choose_device
 from trainer.model.adapters import adapters_of
-from trainer.parallel import Parallel, init_parallel
+from trainer.parallel import Parallel
 from trainer.rank import TrainingRank, adapter_info, weight_source
 from trainer.shutdown import Shutdown
 from trainer.stop_signal import StopSignal
@@ -38,13 +36,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 TOKEN = "s3cret"
 PROMPT = [5, 6, 7, 8, 9, 40, 41, 3]
 ADAPTER = AdapterSection(rank=4, alpha=8)
-
-
-@pytest.fixture
-def parallel() -> Iterator[Parallel]:
-    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
-    yield parallel
-    parallel.close()
 
 
 def test_vllm_samples_from_the_adapters_of_each_version_and_one_that_takes_none_is_named(

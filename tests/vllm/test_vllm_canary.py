@@ -3,7 +3,6 @@
 One publish to two servers: one as it is, and one whose plugin leaves the mending out.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,7 @@ from async_rl.rollouts.publish.publisher import Publisher
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights.sender import WeightSender
 from tests.support.running_instance import Instance
-from trainer.devices import choose_device
-from trainer.parallel import Parallel, init_parallel
+from trainer.parallel import Parallel
 from trainer.rank import TrainingRank, weight_source
 from trainer.shutdown import Shutdown
 from trainer.stop_signal import StopSignal
@@ -32,13 +30,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 TOKEN = "s3cret"
 PROMPT = [5, 6, 7, 8, 9, 40, 41, 3]
-
-
-@pytest.fixture
-def parallel() -> Iterator[Parallel]:
-    parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
-    yield parallel
-    parallel.close()
 
 
 def test_a_stale_tied_head_is_found_and_named_and_the_mended_one_serves(
