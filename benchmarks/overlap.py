@@ -117,7 +117,7 @@ class PacedProducer:
         self._ports: queue.SimpleQueue[int] = queue.SimpleQueue()
         pool = PacedPool(pace, config.pool)
         # The producer's own, which it makes in this process.
-        self._docking = patch.object(Docking, "of", lambda config, num_replicas: pace.docking)
+        self._docking = patch.object(Docking, "of", return_value=pace.docking)
         self._docking.start()
         self._thread = threading.Thread(target=serve, args=(self._given, self._ports.put, pool))
         self._thread.start()

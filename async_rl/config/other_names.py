@@ -18,6 +18,7 @@ def _names_of(trainer: str, *rows: tuple[str, tuple[str, ...], str]) -> dict[str
 
 _ADAMW = "it is always AdamW; why not Muon: docs/decisions.md"
 _ALL_TOKENS = "tokens would have other probabilities than the trainer computes; sets of [[evaluation.sets]] have it"
+_OF_ADAPTERS = ("adapter.rank", "adapter.alpha", "adapter.targets")
 
 TRL = _names_of(
     "TRL",
@@ -59,9 +60,9 @@ TRL = _names_of(
     ("save_total_limit", ("checkpoint.keep",), ""),
     ("resume_from_checkpoint", ("run.resume",), ""),
     ("chat_template_kwargs", ("prompts.chat_template",), "a table of them"),
-    ("vllm_mode", ("pool.instances",), "instances are always servers beside the trainer: none shares its device"),
+    ("vllm_mode", ("pool.instances", "run.placement"), "servers, or on the trainer's devices"),
     ("report_to", ("tracking.trackers",), ""),
-    ("peft_config", (), "all weights are trained"),
+    ("peft_config", _OF_ADAPTERS, ""),
     ("top_p", (), _ALL_TOKENS),
     ("top_k", (), _ALL_TOKENS),
     ("min_p", (), _ALL_TOKENS),
@@ -77,6 +78,8 @@ VERL = _names_of(
     ("ppo_mini_batch_size", ("train.steps_per_batch",), "prompts.prompts_per_batch divided by it"),
     ("ppo_epochs", (), "each batch is passed through once"),
     ("ppo_max_token_len_per_gpu", ("trainer.micro_batch_tokens",), ""),
+    ("lora_rank", ("adapter.rank",), ""),
+    ("lora_adapter_path", ("adapter.path",), ""),
     ("adv_estimator", ("algorithm.name",), ""),
     ("kl_loss_coef", ("algorithm.kl_coef",), ""),
     ("clip_ratio", ("algorithm.clip_low", "algorithm.clip_high"), ""),
