@@ -132,6 +132,7 @@ _GONE = (
         "cluster.scale_down_after_s",
     ),
     *("cluster.patience_s", "cluster.lease_s", "prompts.cache_dir", "rollout.truncated_reward"),
+    *("pool.heartbeat_timeout_s", "pool.stream_interval"),
 )
 
 EARLIER = _names_of(

@@ -28,12 +28,6 @@ class PoolSection(Section):
         description="longest time without progress of a generate request, which then goes on at another instance: "
         "without a new token of it or, while it waits in the instance's queue, of any request there",
     )
-    stream_interval: int = Field(
-        64,
-        ge=1,
-        description="tokens of a response that arrive at once: fewer cost more, more are lost with an instance",
-    )
-    heartbeat_timeout_s: float = Field(15.0, gt=0, description="an instance that is silent for so long counts as dead")
 
     @field_validator("instances")
     @classmethod

@@ -38,7 +38,6 @@ MODEL_SIZE: dict[str, Any] = {
 
 POOL_TIMEOUT_S = 60.0
 REQUEST_TIMEOUT_S = 6.0
-HEARTBEAT_TIMEOUT_S = 3.0
 PUBLISH_TIMEOUT_S = 5.0
 
 START_LIMIT_S = 150.0
@@ -76,8 +75,6 @@ name = "python:{directory}/reward.py:early_words"
 fleet_port = {port}
 timeout_s = {pool_timeout_s}
 request_timeout_s = {request_timeout_s}
-heartbeat_timeout_s = {heartbeat_timeout_s}
-stream_interval = 4
 [publish]
 timeout_s = {publish_timeout_s}
 snapshot_dir = "{directory}/snapshots"
@@ -169,7 +166,6 @@ class TrainerRun:
                 response_tokens=MAX_RESPONSE_TOKENS,
                 pool_timeout_s=POOL_TIMEOUT_S,
                 request_timeout_s=REQUEST_TIMEOUT_S,
-                heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
                 publish_timeout_s=PUBLISH_TIMEOUT_S,
             )
         )

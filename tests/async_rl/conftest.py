@@ -64,7 +64,7 @@ def loop() -> Iterator[EventLoopThread]:
 
 @pytest.fixture
 def make_pool(loop: EventLoopThread) -> Iterator[Callable[..., InferencePool]]:
-    """`make_pool(url, ..., heartbeat_timeout_s=1)`; the instances need not be there: nothing watches them yet."""
+    """`make_pool(url, ..., request_timeout_s=1)`; the instances need not be there: nothing watches them yet."""
     pools: list[InferencePool] = []
 
     def make(*urls: str, **options: Any) -> InferencePool:

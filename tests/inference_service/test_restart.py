@@ -37,7 +37,7 @@ def test_no_token_is_taken_from_a_process_that_follows_behind_the_same_url(
     first = launch_instance(tiny_model("qwen3"))
     port = first.url.rpartition(":")[2]
     loop = EventLoopThread()
-    pool = InferencePool(PoolSection(instances=(first.url, instance.url), stream_interval=2))
+    pool = InferencePool(PoolSection(instances=(first.url, instance.url)))
 
     async def kill_in_mid_stream() -> None:
         member = pool.find(first.url)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 SETTINGS = (
     # One response at a time, each of up to 160 tokens: a batch lasts, and a cut link interrupts responses.
     *("--train.order=prompt", "--inference.max_concurrency=1", "--rollout.max_response_tokens=160"),
-    *("--pool.timeout_s=100", "--pool.heartbeat_timeout_s=3", "--publish.timeout_s=10", "--pool.stream_interval=4"),
+    *("--pool.timeout_s=100", "--publish.timeout_s=10"),
     "--algorithm.kl_coef=0.05",
 )
 LOST_AFTER_S = 6.0

@@ -34,7 +34,6 @@ TENSORS = {
 }
 SPECS = [TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in TENSORS.items()]
 PROMPT = [5, 6, 7]
-POOL_OPTIONS = ("heartbeat_timeout_s",)
 
 
 def stream(scale: float = 1.0) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
@@ -100,15 +99,13 @@ class Publishing:
         takes_turns: bool = False,
         **options: Any,
     ) -> tuple[StreamPublisher, InferencePool]:
-        """`options` are settings of the pool or publish section; late joiners are admitted if the options allow it.
+        """`options` are settings of the publish section; late joiners are admitted if the options allow it.
 
         `source`: what is published, in place of what each call gives. `through`: a sender that is there already.
         """
         urls = tuple(instance.url for instance in instances)
-        of_pool = {name: value for name, value in options.items() if name in POOL_OPTIONS}
-        of_publish = {name: value for name, value in options.items() if name not in POOL_OPTIONS}
-        pool = InferencePool(PoolSection(instances=urls, fleet_port=1, timeout_s=20.0, **of_pool))
-        settings = {"timeout_s": 10.0} | of_publish
+        pool = InferencePool(PoolSection(instances=urls, fleet_port=1, timeout_s=20.0))
+        settings = {"timeout_s": 10.0} | options
         config = PublishSection(snapshot_dir=snapshot_dir, **settings)
         admission = Admission(config, takes_turns=takes_turns)
         admission.canary = canary

@@ -44,7 +44,7 @@ def connect(loop: EventLoopThread) -> Iterator[Connect]:
     connections = Connections("s3cret")
 
     def connect(instance: Instance) -> InstanceClient:
-        client = InstanceClient(connections, instance.url, request_timeout_s=60.0, stream_interval=1)
+        client = InstanceClient(connections, instance.url, request_timeout_s=60.0)
         loop.run(client.learn_dialect())
         return client
 

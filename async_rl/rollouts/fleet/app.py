@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.rollouts.fleet.metrics import FleetMetrics
 from async_rl.rollouts.fleet.orders import Orders
+from async_rl.rollouts.pool.health import SILENT_LIMIT_S
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.shared.net.http_guard import BearerToken, BodyLimit, NoForeignNames, error_response, invalid_request
 from async_rl.shared.programs.parts import has_part, load_part
@@ -59,16 +60,14 @@ OPEN_PATHS = (routes.HEALTH, routes.METRICS)
 MAX_BODY_BYTES = 2**20
 """A request to change the fleet is far smaller."""
 
-MAX_HEARTBEAT_S = 5.0
-HEARTBEATS_PER_TIMEOUT = 3
-"""This many consecutive heartbeats must be lost before an instance counts as dead."""
+HEARTBEAT_S = SILENT_LIMIT_S / 3
+"""Between two heartbeats of an instance: three must be lost before it counts as dead."""
 
 
 def make_app(
     pool: InferencePool,
     orders: Orders,
     metrics: FleetMetrics,
-    heartbeat_timeout_s: float,
     token: str | None,
     run: str | None = None,
     run_dir: Path | None = None,
@@ -79,7 +78,7 @@ def make_app(
     """
     app = FastAPI(title="async-rl fleet", docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_reading_routes(app, pool, metrics)
-    _add_membership_routes(app, pool, orders, min(MAX_HEARTBEAT_S, heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT))
+    _add_membership_routes(app, pool, orders)
 
     open_paths: tuple[str, ...] = OPEN_PATHS
     if run_dir is not None and has_part("dashboard"):
@@ -113,12 +112,12 @@ def _add_reading_routes(app: FastAPI, pool: InferencePool, metrics: FleetMetrics
         return _fleet_info(pool, metrics)
 
 
-def _add_membership_routes(app: FastAPI, pool: InferencePool, orders: Orders, interval_s: float) -> None:
+def _add_membership_routes(app: FastAPI, pool: InferencePool, orders: Orders) -> None:
     @app.post(routes.FLEET_REGISTER)
     async def register(body: RegisterRequest) -> RegisterResponse:
         member = pool.register(body.url, body.name, body.boot_id)
         state = None if member is None else member.state
-        return RegisterResponse(state=state, leave=member is None, interval_s=interval_s)
+        return RegisterResponse(state=state, leave=member is None, interval_s=HEARTBEAT_S)
 
     @app.post(routes.FLEET_ADD)
     async def add(body: AddRequest) -> InstanceInfo:

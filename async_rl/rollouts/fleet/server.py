@@ -53,9 +53,7 @@ class FleetServer:
         self.url = ""
         self.port = 0
         """The endpoint's URL and port; known after `start`."""
-        self._app = make_app(
-            pool, orders or Orders(pool), self.metrics, config.heartbeat_timeout_s, token, run, run_dir
-        )
+        self._app = make_app(pool, orders or Orders(pool), self.metrics, token, run, run_dir)
         self._config = config
         self._has_token = token is not None
         self._run = run

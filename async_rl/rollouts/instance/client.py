@@ -77,10 +77,9 @@ class HeldWeights:
 
 
 class InstanceClient:
-    """Client of the instance at `url`; a generation ends when it makes no progress for `request_timeout_s`, and its
-    tokens arrive in chunks of `stream_interval`."""
+    """Client of the instance at `url`; a generation ends when it makes no progress for `request_timeout_s`."""
 
-    def __init__(self, connections: Connections, url: str, request_timeout_s: float, stream_interval: int) -> None:
+    def __init__(self, connections: Connections, url: str, request_timeout_s: float) -> None:
         self.url = url.rstrip("/")
         self._dialect: Dialect | None = None
         self.max_concurrency: int | None = None
@@ -94,7 +93,6 @@ class InstanceClient:
         self._connections = connections
         self._http = InstanceHttp(connections, self.url)
         self._request_timeout_s = request_timeout_s
-        self._stream_interval = stream_interval
         self._adapter: str | None = None
         """What requests name, where it loads adapters by itself."""
         self._last_received_s = 0.0
@@ -176,7 +174,6 @@ class InstanceClient:
     ) -> None:
         by_position = self.dialect.noise_by_position
         prompt, params = request_of(prompt_token_ids, sampling, answer.partials, noise_by_position=by_position)
-        params = params.model_copy(update={"stream_interval": self._stream_interval})
         if self.dialect.has_generate:
             try:
                 await self._read(routes.GENERATE, generate_request(prompt, params, request_id, self._adapter), answer)

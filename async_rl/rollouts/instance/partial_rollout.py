@@ -11,6 +11,9 @@ from async_rl.method.token_arrays import ExpertIds, Logprobs, TokenIds
 from async_rl.method.types import Response, WeightSpan
 from async_rl.shared.protocol.inference import SamplingParams
 
+MAX_STREAM_INTERVAL, CHUNKS_OF_A_RESPONSE = 64, 8
+"""A response arrives in so many chunks at least, of so many tokens at most: each costs the producer time."""
+
 
 @dataclass(slots=True)
 class PartialRollout:
@@ -56,6 +59,11 @@ class PartialRollout:
         )
 
 
+def stream_interval(max_tokens: int) -> int:
+    """How many tokens of a response arrive at once, and so how many an instance that is lost may take with it."""
+    return min(MAX_STREAM_INTERVAL, max(1, max_tokens // CHUNKS_OF_A_RESPONSE))
+
+
 def request_of(
     prompt_token_ids: Sequence[int],
     sampling: SamplingParams,
@@ -73,6 +81,7 @@ def request_of(
     the prompt of the other responses, and which responses later turns follow.
     """
     first, length = partials[0], len(partials[0].token_ids)
+    sampling = sampling.model_copy(update={"stream_interval": stream_interval(sampling.max_tokens)})
     seed = first.seed if noise_by_position else None
     is_turn = sampling.is_turn if noise_by_position else None
     routed_experts = sampling.routed_experts if noise_by_position else None

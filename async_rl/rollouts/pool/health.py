@@ -29,7 +29,11 @@ CHECKS_PER_S = 100
 LOOKS_PER_S = 1000
 """At what the producer knows of an instance, ten microseconds each."""
 
-PROBE_TIMEOUT_S = 5.0
+SILENT_LIMIT_S = 15.0
+"""An instance that is silent, or unwell, for longer is out of service: three heartbeats, or three checks without an
+answer. Requests leave it earlier, after `pool.request_timeout_s` without a token."""
+
+PROBE_TIMEOUT_S = SILENT_LIMIT_S / 3
 LOG_INTERVAL_S = 10.0
 SPEED_MEMORY_S = 10.0
 REMEDY = "start or repair an instance, then start the run again: it can go on from its last checkpoint"
@@ -48,7 +52,6 @@ class HealthWatch:
         self._roster = roster
         self._late_joiners = late_joiners
         self._config = config
-        self._probe_timeout_s = min(PROBE_TIMEOUT_S, config.heartbeat_timeout_s / 2)
         self._tasks: dict[Member | None, asyncio.Task[None]] = {}
         self._well_s: dict[Member, float] = {}
         """When each instance was last healthy, by `time.monotonic()`."""
@@ -94,7 +97,7 @@ class HealthWatch:
         """Between two checks of an instance, none of which is suspected: the more there are the longer, up to half of
         the time after which a silent one counts as lost."""
         shortest_s = INTERVAL_S if self._without_since_s is None else INTERVAL_WITHOUT_S
-        bearable_s = min(len(self._roster.members) / CHECKS_PER_S, self._config.heartbeat_timeout_s / 2)
+        bearable_s = min(len(self._roster.members) / CHECKS_PER_S, SILENT_LIMIT_S / 2)
         return max(shortest_s, bearable_s)
 
     async def _check(self, member: Member) -> InstanceError | None:
@@ -108,13 +111,13 @@ class HealthWatch:
 
     async def _ask_health(self, member: Member) -> InstanceError | None:
         try:
-            boot_id = await member.client.health(self._probe_timeout_s)
+            boot_id = await member.client.health(PROBE_TIMEOUT_S)
         except InstanceRefused as error:
             self._note_refusal(member, error)
             return error
         except InstanceError as error:
             silent_s = time.monotonic() - member.last_seen_s
-            if silent_s > self._config.heartbeat_timeout_s and member.state != "dead":
+            if silent_s > SILENT_LIMIT_S and member.state != "dead":
                 self._roster.note_lost(member, f"silent for {silent_s:.0f} s: {error}")
             return error
         member.last_seen_s = self._well_s[member] = time.monotonic()
@@ -134,7 +137,7 @@ class HealthWatch:
         if error.status < 500:
             if member.state in ("ready", "dead"):
                 self._roster.note_failure(member, str(error))
-        elif member.state == "dead" or (member.state == "ready" and unwell_s > self._config.heartbeat_timeout_s):
+        elif member.state == "dead" or (member.state == "ready" and unwell_s > SILENT_LIMIT_S):
             self._roster.note_unwell(member, str(error))
 
     async def _welcome(self, member: Member) -> None:
@@ -144,8 +147,8 @@ class HealthWatch:
             if member.state == "dead":
                 self._roster.note_useless(member, member.reason or "it waits for the publish under way")
             return
-        await self._roster.get_to_know(member, self._probe_timeout_s)
-        held = await member.client.holding(self._probe_timeout_s)
+        await self._roster.get_to_know(member, PROBE_TIMEOUT_S)
+        held = await member.client.holding(PROBE_TIMEOUT_S)
         if self._roster.version != version or member.entry.is_in_service:
             return
         self._roster.note_answer(member, held.version, held.boot_id)

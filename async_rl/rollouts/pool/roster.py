@@ -137,7 +137,7 @@ class Roster:
                 raise ConfigError(
                     f"the pool has an instance called {name!r} already, at {other.url}: choose another name"
                 )
-        client = InstanceClient(self._connections, url, self._config.request_timeout_s, self._config.stream_interval)
+        client = InstanceClient(self._connections, url, self._config.request_timeout_s)
         member = Member(name, client, InstanceEntry(url, boot_id))
         self._left.pop(name, None)
         self.members = (*self.members, member)

@@ -56,7 +56,7 @@ class Rig:
     def groups(self, instances: list[Instance], during: Callable[[], None] = lambda: None) -> list[Group]:
         """The groups of a batch of four prompts at these instances."""
         urls = tuple(instance.url for instance in instances)
-        pool = InferencePool(PoolSection(instances=urls, timeout_s=60, stream_interval=1))
+        pool = InferencePool(PoolSection(instances=urls, timeout_s=60))
         rollout = rollout_section(
             responses_per_prompt=4, max_response_tokens=64, program=self.program, renderer="qwen3", num_workers=2
         )

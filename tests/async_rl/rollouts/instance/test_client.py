@@ -19,7 +19,7 @@ from async_rl.errors import (
 from async_rl.method.types import Response
 from async_rl.rollouts.instance.client import Connections, HeldWeights, InstanceClient
 from async_rl.rollouts.instance.dialect import EMBEDDED, VLLM, VLLM_WITHOUT_VERSIONS
-from async_rl.rollouts.instance.partial_rollout import PartialRollout
+from async_rl.rollouts.instance.partial_rollout import PartialRollout, stream_interval
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.protocol.inference import SamplingParams
 
@@ -37,7 +37,7 @@ def connect(loop: EventLoopThread) -> Iterator[Connect]:
 
     def connect(url: str, *, request_timeout_s: float = 10.0, token: str | None = None) -> InstanceClient:
         opened.append(Connections(token))
-        client = InstanceClient(opened[-1], url, request_timeout_s, stream_interval=5)
+        client = InstanceClient(opened[-1], url, request_timeout_s)
         client._dialect = EMBEDDED  # what scripted instances say unless their script says otherwise
         return client
 
@@ -68,7 +68,7 @@ def test_generate_returns_n_responses_with_a_logprob_and_a_version_for_every_tok
         assert response.instance == instance.url and response.finish_reason in ("stop", "length")
     (request,) = instance.seen()["requests"]
     assert (request["token_ids"], request["request_id"]) == ([3, 4, 5], "v1-0")
-    sent = SAMPLING.model_copy(update={"stream_interval": 5})
+    sent = SAMPLING.model_copy(update={"stream_interval": stream_interval(SAMPLING.max_tokens)})
     assert request["stream"] is True and request["sampling_params"] == sent.model_dump(exclude_none=True)
     assert responses == loop.run(generate(connect(instance.url)))
 
@@ -315,7 +315,7 @@ def test_a_request_called_off_while_its_tokens_are_being_checked_keeps_none_of_u
 def test_a_client_that_does_not_know_its_server_asks_for_no_tokens(instances, loop: EventLoopThread) -> None:
     (instance,) = instances({})
     connections = Connections(None)
-    client = InstanceClient(connections, instance.url, 10.0, stream_interval=5)
+    client = InstanceClient(connections, instance.url, 10.0)
     try:
         with pytest.raises(AssertionError, match="not asked yet what it speaks"):
             loop.run(generate(client))

@@ -48,7 +48,16 @@ def test_partials_without_tokens_are_one_request_with_the_seed_of_the_first(num:
     partials = [PartialRollout(7 + j) for j in range(num)]
     prompt, params = request_of(PROMPT, sampling, partials, noise_by_position=noise_by_position)
     assert prompt == list(PROMPT)
-    assert params == sampling.model_copy(update={"n": num, "seed": 7 if noise_by_position else None})
+    seed = 7 if noise_by_position else None
+    assert params == sampling.model_copy(update={"n": num, "seed": seed, "stream_interval": 2})
+
+
+@pytest.mark.parametrize(("max_tokens", "interval"), [(1, 1), (15, 1), (16, 2), (511, 63), (512, 64), (32_768, 64)])
+def test_a_lost_instance_takes_an_eighth_of_a_response_with_it_or_64_tokens_at_most(
+    max_tokens: int, interval: int
+) -> None:
+    _, params = request_of(PROMPT, SamplingParams(max_tokens=max_tokens), [PartialRollout(0)], noise_by_position=True)
+    assert params.stream_interval == interval
 
 
 @pytest.mark.parametrize("noise_by_position", [True, False])

@@ -25,7 +25,7 @@ Answer = Callable[[Callable[[int], None]], Awaitable[None]]
 
 def client_of(*answers: Answer) -> InstanceClient:
     """A client whose requests get these answers, in their order; no connection is made."""
-    client = InstanceClient(Connections(), "http://a:1", TIMEOUT_S, stream_interval=1)
+    client = InstanceClient(Connections(), "http://a:1", TIMEOUT_S)
     client._dialect = EMBEDDED
     left = list(answers)
 

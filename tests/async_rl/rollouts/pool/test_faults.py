@@ -19,7 +19,7 @@ SAMPLING = SamplingParams(n=2, max_tokens=8, seed=0, logprobs=0)
 
 @pytest.fixture
 def stage(pools_with: Callable[..., Pools]) -> Pools:
-    return pools_with(timeout_s=20.0, request_timeout_s=20.0, heartbeat_timeout_s=10.0)
+    return pools_with(timeout_s=20.0, request_timeout_s=20.0)
 
 
 async def groups(
@@ -142,8 +142,7 @@ def test_a_listed_instance_that_restarts_behind_its_url_credits_nothing_to_the_v
 @pytest.mark.distributed
 def test_to_remove_an_instance_and_add_it_again_does_not_bring_it_back(instances, stage: Pools) -> None:
     lying, sound = instances({"stale": "v0"}, {})
-    # Nobody is taken for dead by a slow machine: whoever was dead and answers is stale.
-    pool = stage.make(lying, sound, heartbeat_timeout_s=DEADLINE_S)
+    pool = stage.make(lying, sound)
     stage.loop.run(groups(pool, 4))
     assert states(pool) == ["stale", "ready"]
     stage.call(pool.remove, lying.url)

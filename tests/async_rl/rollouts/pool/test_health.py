@@ -10,14 +10,21 @@ import pytest
 from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ConnectionLost, InstanceError, InstanceRefused, InstanceUnreachable, NoInstanceLeft
 from async_rl.rollouts.instance.client import HeldWeights
-from async_rl.rollouts.pool.health import CHECKS_PER_S, INTERVAL_S, INTERVAL_WITHOUT_S, RECHECK_S, HealthWatch
+from async_rl.rollouts.pool.health import (
+    CHECKS_PER_S,
+    INTERVAL_S,
+    INTERVAL_WITHOUT_S,
+    RECHECK_S,
+    SILENT_LIMIT_S,
+    HealthWatch,
+)
 from async_rl.rollouts.pool.late_joiners import LateJoiners
 from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.pool.roster import Roster
 from tests.support import virtual_time
 
 URL = "http://a:1"
-CONFIG = PoolSection(instances=(URL,), timeout_s=120.0, heartbeat_timeout_s=15.0)
+CONFIG = PoolSection(instances=(URL,), timeout_s=120.0)
 PROBE_S = 5.0
 
 
@@ -89,7 +96,7 @@ def test_an_instance_that_only_sends_heartbeats_is_given_up() -> None:
     async def scenario(roster: Roster, member: Member, client: Watched) -> None:
         client.fault = hangs
         silent_s = await until("dead", member, lambda: roster.register(URL, member.name, "boot"))
-        assert CONFIG.heartbeat_timeout_s - INTERVAL_S < silent_s < CONFIG.heartbeat_timeout_s + INTERVAL_S + PROBE_S
+        assert SILENT_LIMIT_S - INTERVAL_S < silent_s < SILENT_LIMIT_S + INTERVAL_S + PROBE_S
         assert "silent for" in (member.reason or "")
         client.fault = None
         assert await until("ready", member) < PROBE_S + 2 * INTERVAL_S
@@ -101,7 +108,7 @@ def test_one_that_is_silent_for_less_than_the_timeout_stays() -> None:
     async def scenario(roster: Roster, member: Member, client: Watched) -> None:
         for _ in range(20):
             client.fault = hangs
-            await asyncio.sleep(CONFIG.heartbeat_timeout_s - PROBE_S - INTERVAL_S)
+            await asyncio.sleep(SILENT_LIMIT_S - PROBE_S - INTERVAL_S)
             client.fault = None
             await asyncio.sleep(PROBE_S + INTERVAL_S)
             assert member.state == "ready"
@@ -113,7 +120,7 @@ def test_one_that_answers_with_errors_leaves_after_the_same_time() -> None:
     async def scenario(roster: Roster, member: Member, client: Watched) -> None:
         client.fault = lambda: InstanceRefused("engine is broken", 503)
         unwell_s = await until("stale", member)
-        assert CONFIG.heartbeat_timeout_s - INTERVAL_S < unwell_s < CONFIG.heartbeat_timeout_s + 2 * INTERVAL_S
+        assert SILENT_LIMIT_S - INTERVAL_S < unwell_s < SILENT_LIMIT_S + 2 * INTERVAL_S
 
     watched(scenario)
 
@@ -152,6 +159,6 @@ def test_many_are_checked_less_often_and_one_by_one_and_a_silent_one_is_given_up
         at_once = max(sum(begin_s <= each_s < begin_s + 0.1 for each_s in checks_s) for begin_s in checks_s[::50])
         assert at_once <= 0.2 * CHECKS_PER_S
         client.fault = hangs
-        assert await until("dead", member) < CONFIG.heartbeat_timeout_s + len(others) / CHECKS_PER_S + 2 * PROBE_S
+        assert await until("dead", member) < SILENT_LIMIT_S + len(others) / CHECKS_PER_S + 2 * PROBE_S
 
     watched(scenario, others)

@@ -26,7 +26,7 @@ CLOSED = "http://127.0.0.1:9"
 
 @pytest.fixture
 def pools(pools_with: Callable[..., Pools]) -> Pools:
-    return pools_with(timeout_s=1.0, request_timeout_s=30.0, heartbeat_timeout_s=5.0)
+    return pools_with(timeout_s=1.0, request_timeout_s=30.0)
 
 
 async def groups(

@@ -120,7 +120,7 @@ def test_what_waits_at_a_silent_instance_stays_where_nobody_else_has_started_any
 
 @pytest.fixture
 def pool_of(pools_with: Callable[..., Pools]) -> Callable[..., InferencePool]:
-    return pools_with(heartbeat_timeout_s=60.0).make
+    return pools_with().make
 
 
 @pytest.mark.distributed

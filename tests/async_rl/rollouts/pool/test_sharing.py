@@ -40,7 +40,7 @@ class Batch:
 
 @pytest.fixture
 def make_pool_of(pools_with: Callable[..., Pools]) -> Callable[..., InferencePool]:
-    return pools_with(timeout_s=60.0, heartbeat_timeout_s=30.0).make
+    return pools_with(timeout_s=60.0).make
 
 
 def served(instances: list[Any]) -> list[int]:

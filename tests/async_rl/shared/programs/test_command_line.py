@@ -46,7 +46,7 @@ VALUES = {
     "optimizer.learning_rate": st.floats(1e-9, 1.0),
     "rollout.stop_token_ids": st.lists(st.integers(-5, 99), max_size=3),
     "pool.instances": st.just([]),
-    "pool.stream_interval": st.integers(1, 99),
+    "rollout.max_response_tokens": st.integers(1, 99),
     "run.dir": st.sampled_from(["-5", "runs/b c", "0x10"]),
     "inference.engine": st.sampled_from(["transformers"]),
     "prompts.task_options": st.just({"min_word_len": 3, "words": ["a", "b"]}),
