@@ -141,6 +141,7 @@ EARLIER = _names_of(
     *((f"rollout.{name}", (f"rollout.options.{name}",), "") for name in _OF_PROGRAMS),
     ("reward.on_error", ("reward.max_attempts",), "1 where it was fail"),
     ("prompts.template_arguments", ("prompts.chat_template",), ""),
+    ("rollout.stop_token_ids", ("rollout.stop",), ""),
     ("prompts.column", ("prompts.columns.prompt",), ""),
     ("prompts.pass_over", ("prompts.reserve",), "chosen after the rollouts"),
     (

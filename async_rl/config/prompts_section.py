@@ -58,10 +58,10 @@ class MixturePart(Section):
     columns: Columns = Field(default_factory=dict, description="as prompts.columns")
     system_prompt: str | None = Field(None, description="by default prompts.system_prompt")
     stop: tuple[StopText, ...] = Field(
-        (), max_length=MAX_STOPS, description="texts that end a response, besides rollout.stop"
+        (), max_length=MAX_STOPS, description="texts that end a response, besides those of rollout.stop"
     )
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
-        (), description="end a response, besides rollout.stop_token_ids"
+        (), description="end a response, besides those of rollout.stop"
     )
     max_response_tokens: int | None = Field(None, ge=1, description="where less than rollout.max_response_tokens")
     reward: tuple[str, ...] = Field(

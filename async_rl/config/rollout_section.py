@@ -1,6 +1,6 @@
 """The `[rollout]` section: how many responses a prompt gets, how they are sampled, and by which program."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -46,11 +46,11 @@ class RolloutSection(Section):
     temperature: float = Field(
         1.0, ge=1e-6, le=1e6, description="of sampling; the trainer divides its logits by it too"
     )
-    stop_token_ids: tuple[int, ...] = Field((), description="end a response, besides the model's own end of sequence")
-    stop: tuple[StopText, ...] = Field(
+    stop: tuple[Annotated[int, Field(strict=True)] | StopText, ...] = Field(
         (),
         max_length=MAX_STOPS,
-        description="texts that end a response, which keeps the tokens up to the end of the first one",
+        description="token ids and texts that end a response, besides the model's own end of sequence; it keeps the "
+        "tokens up to the end of the first one",
     )
     program: str = Field(
         SINGLE_TURN,
@@ -61,6 +61,16 @@ class RolloutSection(Section):
     options: ProgramOptions = Field(
         default_factory=ProgramOptions, description="of a program's rollouts, [rollout.options] (see rollouts.md)"
     )
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Those of `stop` that are texts."""
+        return tuple(each for each in self.stop if isinstance(each, str))
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Those of `stop` that are token ids."""
+        return tuple(each for each in self.stop if isinstance(each, int))
 
     @model_validator(mode="before")
     @classmethod

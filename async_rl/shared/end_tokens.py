@@ -42,7 +42,7 @@ class EndTokens:
         if not union:
             return (
                 "neither the tokenizer nor generation_config.json nor config.json names an end token (eos_token_id): "
-                "responses end at rollout.max_response_tokens only; name it there, or set rollout.stop_token_ids"
+                "responses end at rollout.max_response_tokens only; name it there, or in rollout.stop"
             )
         if union in (self.tokenizer, self.generation_config, self.config):
             return None

@@ -71,7 +71,7 @@ SET_BY_YOU = {
 WHEN_TUNING = {
     "run": "seed placement",
     "prompts": "reserve deduplicate curriculum_iterations",
-    "rollout": "temperature stop stop_token_ids",
+    "rollout": "temperature stop",
     "reward": "timeout_s max_concurrency max_attempts correct_at",
     "publish": "transport snapshot_dir timeout_s",
     "pool": "timeout_s request_timeout_s",

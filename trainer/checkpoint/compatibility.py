@@ -95,8 +95,9 @@ def deciding_settings(config: Config) -> dict[str, Any]:
 
 def with_todays_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A saved config with the keys that have moved since, and kept their meaning, where they are now; without those
-    that are gone and decided nothing, or had nothing to say."""
+    that are gone and decided nothing, or had nothing to say. Two lists that are one now are put together."""
     tree: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for section, keys in saved.items():
         tree.setdefault(section, {})
         for key, value in keys.items():
@@ -104,7 +105,10 @@ def with_todays_names(saved: Mapping[str, Any]) -> dict[str, Any]:
             moved = EARLIER.get(name)
             if moved and (section not in _DECIDING or not value):
                 continue
-            set_dotted(tree, moved.keys[0] if moved and len(moved.keys) == 1 and not moved.note else name, value)
+            now = moved.keys[0] if moved and len(moved.keys) == 1 and not moved.note else name
+            values[now] = [*values.get(now, ()), *value] if isinstance(value, list) else value
+    for name, value in values.items():
+        set_dotted(tree, name, value)
     return tree
 
 

@@ -66,7 +66,7 @@ def require_tokens(config: Config, files: ModelFiles) -> None:
         ConfigError: one is not.
     """
     vocabulary = files.config.get("vocab_size")
-    stops = {"rollout.stop_token_ids": config.rollout.stop_token_ids}
+    stops = {"rollout.stop": config.rollout.stop_token_ids}
     stops |= {
         f"stop_token_ids of prompts.mixture {part.name!r}": part.stop_token_ids for part in config.prompts.mixture
     }

@@ -31,7 +31,7 @@ ALL_TOKENS = Truncation()
 
 def stops_of(rollout: RolloutSection, prompt: Prompt) -> tuple[str, ...]:
     """Texts that end a response to a prompt."""
-    return tuple(dict.fromkeys((*rollout.stop, *prompt.stop)))
+    return tuple(dict.fromkeys((*rollout.stop_texts, *prompt.stop)))
 
 
 def stop_tokens_of(rollout: RolloutSection, prompt: Prompt, *more: int) -> list[int]:

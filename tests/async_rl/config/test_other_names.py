@@ -49,6 +49,7 @@ def test_the_page_about_migration_has_every_name(page: str, names: dict[str, Oth
         ({"rollout": {"max_turns": 3}}, "rollout.max_turns is 'rollout.options.max_turns' here; "),
         ({"prompts": {"template_arguments": {}}}, "prompts.template_arguments is 'prompts.chat_template' here; "),
         ({"pool": {"stream_interval": 4}}, "pool.stream_interval has no counterpart: what it was by default holds"),
+        ({"rollout": {"stop_token_ids": [2]}}, "rollout.stop_token_ids is 'rollout.stop' here; "),
         ({"pool": {"dns": "a:1"}}, "pool.dns is 'pool.instances' here (one of them, as dns:HOST:PORT); "),
         ({"rollout": {"options": {"max_trns": 3}}}, "did you mean 'max_turns'? rollout.options has max_turns, "),
         ({"optimiser": {"learning_rate": 1}}, "did you mean [optimizer]?"),

@@ -91,7 +91,7 @@ def test_every_key_has_a_source(tmp_path: Path) -> None:
         ("reward.options", {"token_from": "env:A_TOKEN", "url": "x"}, {"token_from": "env:A_TOKEN", "url": "x"}),
         ("reward.options", {"token_from": "hidden"}, {"token_from": MASK}),
         ("rollout.max_response_tokens", 512, 512),
-        ("rollout.stop_token_ids", (1, 2), [1, 2]),
+        ("rollout.stop", (1, "a"), [1, "a"]),
         ("algorithm.options.critic_path", None, None),
         ("prompts.system_prompt", "", ""),
         ("cluster.env", {"PGPASSWORD": "hidden"}, {"PGPASSWORD": MASK}),

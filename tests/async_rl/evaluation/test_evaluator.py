@@ -102,7 +102,7 @@ def make_stage(
         loop.run(pool.wait_until_ready())
         loop.run(pool.begin_publish())
         loop.run(pool.end_publish("v1", urls))
-        rollout = RolloutSection(max_response_tokens=8, stop_token_ids=(7,))
+        rollout = RolloutSection(max_response_tokens=8, stop=(7,))
         return Stage(loop, pool, SingleTurns(pool, reward, tokenizer, rollout, 1), reward)
 
     yield make

@@ -174,9 +174,7 @@ MISTAKES = {
     "responses too long": Mistake(
         ("--rollout.max_response_tokens", "256"), says=("lower rollout.max_response_tokens below 256",)
     ),
-    "no such stop token": Mistake(
-        ("--rollout.stop_token_ids", "[1, 9999]"), says=("rollout.stop_token_ids is [1, 9999]", "0 to 95")
-    ),
+    "no such stop token": Mistake(("--rollout.stop", "[1, 9999]"), says=("rollout.stop is [1, 9999]", "0 to 95")),
     "no data": Mistake(
         ("--prompts.source", "no.jsonl"), says=("prompts.source 'no.jsonl' cannot be read", "check the")
     ),

@@ -46,13 +46,14 @@ def go_on(now: Config, now_contents: Contents | None = None, saved: Contents | N
 
 def test_a_checkpoint_from_before_a_key_moved_goes_on() -> None:
     program: dict[str, Any] = {"program": "python:play.py:rollout", "options": {"max_turns": 7, "num_workers": 2}}
-    now = config(rollout=program)
+    now = config(rollout=program | {"stop": (3, "END")})
     saved = now.model_dump(mode="json")
     saved["rollout"] |= saved["rollout"].pop("options")
     saved["prompts"] |= {"template_arguments": {}}
-    saved["pool"] |= {"dns": "instances:8000"}
+    saved["rollout"] = {"stop_token_ids": [3]} | saved["rollout"] | {"stop": ["END"]}
+    saved["pool"] |= {"dns": "instances:8000", "heartbeat_timeout_s": 3.0, "stream_interval": 4}
     require_same_run(saved, now, "iteration-000002")
-    fewer = config(rollout=program | {"options": {"max_turns": 6}})
+    fewer = config(rollout=program | {"stop": (3, "END"), "options": {"max_turns": 6}})
     with pytest.raises(ConfigError, match=r"rollout\.options\.max_turns is 6, but was 7"):
         require_same_run(saved, fewer, "iteration-000002")
     saved["prompts"] |= {"template_arguments": {"enable_thinking": False}}

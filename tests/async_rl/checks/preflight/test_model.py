@@ -199,11 +199,11 @@ def test_a_program_needs_room_for_a_turn_whatever_its_turns_have_together(
     ],
 )
 def test_stop_tokens_are_tokens_of_the_model(tokens: list[int], vocabulary: Any, is_right: bool) -> None:
-    config = config_of(rollout={"stop_token_ids": tokens})
+    config = config_of(rollout={"stop": tokens})
     if is_right:
         require_tokens(config, files_of(vocab_size=vocabulary))
         return
-    with pytest.raises(ConfigError, match=r"rollout\.stop_token_ids is .*, but tokens of model\.path .* are 0 to 9"):
+    with pytest.raises(ConfigError, match=r"rollout\.stop is .*, but tokens of model\.path .* are 0 to 9"):
         require_tokens(config, files_of(vocab_size=vocabulary))
 
 

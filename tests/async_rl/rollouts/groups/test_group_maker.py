@@ -62,7 +62,7 @@ class Reward:
 def test_it_samples_as_the_set_says_and_scores_what_was_said() -> None:
     pool, tokenizer = Pool(), Tokenizer()
     parts: tuple[Any, ...] = (pool, Reward(), tokenizer)
-    rollout = rollout_section(max_response_tokens=9, stop_token_ids=(2,), temperature=0.9)
+    rollout = rollout_section(max_response_tokens=9, stop=(2,), temperature=0.9)
     maker = SingleTurns(*parts, rollout, 3)
     config = EvaluationSet(name="held-out", source="rows.jsonl", num_samples=4, temperature=0.5, top_p=0.95, top_k=20)
     scored = ScoredPrompt.of(*asyncio.run(maker.evaluate(config, PROMPT, "v5")))

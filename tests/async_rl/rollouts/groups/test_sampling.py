@@ -15,7 +15,7 @@ from async_rl.rollouts.groups.sampling import Truncation, single_turn_sampling, 
 from async_rl.rollouts.instance.dialect import completion_request, generate_request
 from tests.support.groups import make_response
 
-ROLLOUT = RolloutSection(max_response_tokens=50, stop_token_ids=(3,), stop=("END",))
+ROLLOUT = RolloutSection(max_response_tokens=50, stop=(3, "END"))
 
 
 def decode(sequences: Sequence[Sequence[int]]) -> list[str]:

@@ -44,7 +44,7 @@ VALUES = {
     "prompts.system_prompt": st.text(min_size=1).filter(lambda text: "\0" not in text),
     "tracking.project": st.sampled_from(["a b", "--column", "-x", "true", "4", "--", "a=b", "[run]", '"quoted"']),
     "optimizer.learning_rate": st.floats(1e-9, 1.0),
-    "rollout.stop_token_ids": st.lists(st.integers(-5, 99), max_size=3),
+    "rollout.stop": st.lists(st.integers(-5, 99), max_size=3),
     "pool.instances": st.just([]),
     "rollout.max_response_tokens": st.integers(1, 99),
     "run.dir": st.sampled_from(["-5", "runs/b c", "0x10"]),
