@@ -160,7 +160,9 @@ EARLIER = _names_of(
     ("trainer.sequence_parallel", ("trainer.tensor_parallel",), "above 1 its ranks always share rows, too"),
     ("cluster.slurm_training_options", ("cluster.slurm_options.training",), ""),
     ("cluster.slurm_instance_options", ("cluster.slurm_options.instances",), ""),
-    ("cluster.master_port", ("pool.fleet_port",), "the next one, or 29500 without it"),
+    ("cluster.master_port", ("pool.fleet_address",), "the next one after its port, or 29500 without it"),
+    ("pool.fleet_host", ("pool.fleet_address",), "HOST:PORT"),
+    ("pool.fleet_port", ("pool.fleet_address",), "HOST:PORT"),
     *((name, (), "what it was by default holds") for name in _GONE),
 )
 """Keys that have moved or are gone, with their sections."""

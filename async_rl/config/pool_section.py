@@ -12,6 +12,9 @@ from async_rl.config.section import Section
 DNS = "dns:"
 """Before a name of `pool.instances` that is looked up, in place of a URL."""
 
+MAX_PORT = 65535
+_HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
+
 
 class PoolSection(Section):
     instances: tuple[str, ...] = Field(
@@ -19,8 +22,11 @@ class PoolSection(Section):
         description="base URLs of inference instances that are there from the start; and dns:HOST:PORT: every address "
         "of HOST is an instance, as they come and go",
     )
-    fleet_host: str = Field("127.0.0.1", description="where the fleet endpoint listens")
-    fleet_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one (see run.dir/fleet.json)")
+    fleet_address: str = Field(
+        "127.0.0.1:0",
+        description="HOST:PORT at which the fleet endpoint listens, as 0.0.0.0:8600 for all interfaces; port 0 takes a "
+        "free one (see run.dir/fleet.json)",
+    )
     timeout_s: float = Field(120.0, gt=0, description="how long the run waits for an instance before it fails")
     request_timeout_s: float = Field(
         600.0,
@@ -41,6 +47,29 @@ class PoolSection(Section):
             if each.rstrip("/") in (other.rstrip("/") for other in instances[:number]):
                 raise ValueError(f"{each!r} is there twice: name each instance once")
         return instances
+
+    @field_validator("fleet_address")
+    @classmethod
+    def _is_host_and_port(cls, address: str) -> str:
+        found = _HOST_AND_PORT.fullmatch(address)
+        if found is None or int(found["port"]) > MAX_PORT:
+            raise ValueError(f"{address!r} is no HOST:PORT, such as 0.0.0.0:8600 or [::]:8600")
+        return address
+
+    @property
+    def fleet_host(self) -> str:
+        """That of `fleet_address`, an IPv6 address without its brackets."""
+        return self.fleet_address.rpartition(":")[0].strip("[]")
+
+    @property
+    def fleet_port(self) -> int:
+        """That of `fleet_address`."""
+        return int(self.fleet_address.rpartition(":")[2])
+
+    def with_fleet_port(self, port: int) -> "PoolSection":
+        """With the fleet endpoint at another port of the same host."""
+        host, colon, _ = self.fleet_address.rpartition(":")
+        return self.model_copy(update={"fleet_address": f"{host}{colon}{port}"})
 
     @property
     def urls(self) -> tuple[str, ...]:

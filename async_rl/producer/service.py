@@ -149,7 +149,7 @@ class ProducerService:
 
         Args:
             cuts_groups: whether replicas may train a long group in pieces.
-            fleet_port: that of the producer before this one; None, `pool.fleet_port`.
+            fleet_port: that of the producer before this one; None, that of `pool.fleet_address`.
 
         Raises:
             ConfigError: an address is not available, or a reward, a program, a set or the longest prompt is not usable.
@@ -328,7 +328,7 @@ class ProducerService:
         config = self._config
         deadline = time.monotonic() + PORT_PATIENCE_S
         while True:
-            pool = config.pool if port is None else config.pool.model_copy(update={"fleet_port": port})
+            pool = config.pool if port is None else config.pool.with_fleet_port(port)
             server = FleetServer(
                 self._pool, pool, self._token, config.run.dir, config.publish.master_address, self._run, orders
             )

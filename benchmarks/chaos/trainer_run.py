@@ -72,7 +72,7 @@ max_response_tokens = {response_tokens}
 {settings}[reward]
 name = "python:{directory}/reward.py:early_words"
 [pool]
-fleet_port = {port}
+fleet_address = "127.0.0.1:{port}"
 timeout_s = {pool_timeout_s}
 request_timeout_s = {request_timeout_s}
 [publish]

@@ -17,7 +17,7 @@ from async_rl.errors import ConfigError
 from deploy.cluster.process import GRACE_S, stopped_after_s, torchrun_dir
 
 FLEET_PORT = 8600
-"""Of the trainer's fleet endpoint, where `pool.fleet_port` leaves it open: instances must know it before it listens."""
+"""Of the trainer's fleet endpoint, where `pool.fleet_address` leaves it open: instances know it before it listens."""
 
 MASTER_PORT = 29500
 """Where the training nodes meet, on the first of them: torchrun's own; beside a fleet endpoint at a port of the user's
@@ -83,7 +83,8 @@ class ClusterPlan:
             *("--log-dir", str(torchrun_dir(self.config.run.dir))),
             *("--stopped-after-s", str(stopped_after_s(self.config.trainer.lost_after_s))),
             *("-m", "async_rl.trainer", str(self.config_path), *self.overrides),
-            *(f"--pool.fleet_host={ANY_HOST}", f"--pool.fleet_port={self.fleet_port}", "--run.resume=true"),
+            f"--pool.fleet_address={ANY_HOST}:{self.fleet_port}",
+            "--run.resume=true",
         ]
 
     def instance_argv(self, *, name: str, port: int, register: str, patience_s: float = PATIENCE_S) -> list[str]:
@@ -168,7 +169,7 @@ def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) ->
 
 
 def master_port(fleet_port: int) -> int:
-    """Of a run with this `pool.fleet_port`."""
+    """Of a run with this port in `pool.fleet_address`."""
     if not fleet_port:
         return MASTER_PORT
     return fleet_port + 1 if fleet_port < LAST_PORT else fleet_port - 1

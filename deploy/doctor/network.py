@@ -33,7 +33,7 @@ def _ports(config: Config | None) -> Sequence[tuple[str, str, int]]:
     """(key, address to bind, port) of each port that is not chosen at start."""
     if config is None:
         return [("cluster launchers' fleet endpoint", "", FLEET_PORT), ("torchrun", "", MASTER_PORT)]
-    ports = [("pool.fleet_port", config.pool.fleet_host, config.pool.fleet_port)]
+    ports = [("pool.fleet_address", config.pool.fleet_host, config.pool.fleet_port)]
     if config.cluster.training_nodes > 1:
         ports.append(("torchrun", "", master_port(config.pool.fleet_port)))
     return [each for each in ports if each[2]]
@@ -53,10 +53,7 @@ def port_finding(key: str, host: str, port: int) -> Finding:
         if error.errno == errno.EADDRINUSE:
             remedy = f"ss -ltnp 'sport = :{port}' shows by whom: end it, or set {key} to another port"
             return Finding(f"port {port}", "fault", f"{where} ({key}) is taken", remedy)
-        remedy = (
-            missing_loopback(host, key.replace("_port", "_host"))
-            or f"set {key}, or the host beside it, to what this user may bind"
-        )
+        remedy = missing_loopback(host, f"the host of {key}") or f"set {key} to what this user may bind"
         return Finding(f"port {port}", "fault", f"{where} ({key}): {error.strerror or error}", remedy)
     return Finding(f"port {port}", "ok", f"{where} ({key}) is free")
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from deploy.cluster.plan import ClusterPlan, Resources
+from deploy.cluster.plan import ANY_HOST, ClusterPlan, Resources
 
 CONFIG_PATH: Final = Path("/etc/async-rl/run.toml")
 """Where the chart mounts the config."""
@@ -116,8 +116,8 @@ def chart_values(
     if engine == "ray":
         python = plan.config.cluster.python or "python"
         # Ray would take a free port; each pod has all of its own, and Prometheus must know this one.
-        port = f"--pool.fleet_port={plan.fleet_port}"
-        command = [python, "-m", "deploy.ray", str(CONFIG_PATH), *plan.overrides, port]
+        address = f"--pool.fleet_address={ANY_HOST}:{plan.fleet_port}"
+        command = [python, "-m", "deploy.ray", str(CONFIG_PATH), *plan.overrides, address]
         values["ray"] = {"command": command, "backoffLimit": plan.config.cluster.max_restarts}
     return values
 

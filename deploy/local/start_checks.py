@@ -68,9 +68,9 @@ def require_addresses(config: Config) -> None:
         ConfigError: an address is not of this host, or a port is taken.
     """
     pool, rollout = config.pool, config.rollout
-    listen("the fleet endpoint", pool.fleet_host, pool.fleet_port, "pool.fleet").close()
+    listen("the fleet endpoint", pool.fleet_host, pool.fleet_port, "pool.fleet_address").close()
     if rollout.program != SINGLE_TURN:
-        listen("the gateway", rollout.options.gateway_host, 0, "rollout.options.gateway").close()
+        listen("the gateway", rollout.options.gateway_host, 0, "rollout.options.gateway_host").close()
 
 
 def require_engine(config: Config, instance: Process) -> None:

@@ -4,7 +4,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from async_rl.shared.net.http_client import http_url
 from deploy.cluster.plan import ClusterPlan, Resources
 from deploy.cluster.process import Process, log_path, stopped_after_s
 from deploy.ray.groups import GroupSpec, Node
@@ -40,7 +42,7 @@ def training_group(plan: ClusterPlan) -> GroupSpec:
         master_port, fleet_port = first.ports
         here = replace(plan, master_port=master_port, fleet_port=plan.config.pool.fleet_port or fleet_port)
         # Only in the network of the cluster, not at all addresses of the host.
-        at = f"--pool.fleet_host={first.address}"
+        at = f"--pool.fleet_address={urlsplit(http_url(first.address, here.fleet_port)).netloc}"
         return [
             Process(
                 name,

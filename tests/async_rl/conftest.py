@@ -81,7 +81,7 @@ def make_pool(loop: EventLoopThread) -> Iterator[Callable[..., InferencePool]]:
 
 @pytest.fixture
 def serve(loop: EventLoopThread) -> Iterator[Callable[..., Endpoint]]:
-    """`serve(pool, token="secret", fleet_host=...)` starts an endpoint of the pool."""
+    """`serve(pool, token="secret", fleet_address=...)` starts an endpoint of the pool."""
     servers: list[FleetServer] = []
 
     def start(

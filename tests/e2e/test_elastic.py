@@ -113,7 +113,7 @@ def test_a_run_without_a_known_instance_waits_for_one_to_register_and_hands_over
     (port,) = free_ports(1)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = ["--nproc-per-node", "1", "--standalone", "-m", "async_rl.trainer", str(fleet.run.config)]
-    arguments += ["--pool.fleet_port", str(port), "--pool.timeout_s", "60", "--train.iterations", "20"]
+    arguments += ["--pool.fleet_address", f"127.0.0.1:{port}", "--pool.timeout_s", "60", "--train.iterations", "20"]
     with fleet.run.output.open("wb") as output:
         fleet.run.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *arguments],

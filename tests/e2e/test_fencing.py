@@ -58,7 +58,7 @@ class Trainers:
             "async_rl.trainer",
             str(self.run.config),
         ]
-        words += [f"--pool.fleet_port={port}", "--pool.timeout_s=120"]
+        words += [f"--pool.fleet_address=127.0.0.1:{port}", "--pool.timeout_s=120"]
         words += ["--run.resume=true", "--checkpoint.every=1", "--train.iterations=500"]
         return self._start(f"trainer-{name}", words)
 

@@ -47,8 +47,7 @@ def test_a_run_between_three_hosts_is_on_policy(
     settings = {
         "pool.instances": f'["http://10.78.2.2:{PORT}"]',
         "pool.timeout_s": FINISH_S,
-        "pool.fleet_host": "0.0.0.0",
-        "pool.fleet_port": FLEET_PORT,
+        "pool.fleet_address": f"0.0.0.0:{FLEET_PORT}",
         "train.iterations": 2,
     }
     overrides = [f"--{name}={value}" for name, value in settings.items()]

@@ -23,7 +23,9 @@ class Pools:
     def make(self, *instances: Any, version: str | None = "v1", **options: Any) -> InferencePool:
         """A pool of instances, or of URLs, in service with `version`; None puts no instance in service."""
         urls = tuple(instance if isinstance(instance, str) else instance.url for instance in instances)
-        pool = InferencePool(PoolSection(instances=urls, **({"fleet_port": 1} | self._settings | options)))
+        pool = InferencePool(
+            PoolSection(instances=urls, **({"fleet_address": "127.0.0.1:1"} | self._settings | options))
+        )
         self.made.append(pool)
         if version is not None:
             self.loop.run(pool.wait_until_ready())

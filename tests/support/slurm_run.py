@@ -39,7 +39,7 @@ class SlurmRun:
         self.settings = (
             *(f"--reward.name=python:{self.run.reward}:paced", f"--train.iterations={ITERATIONS}"),
             *("--checkpoint.every=1", "--inference.num_instances=2", "--pool.timeout_s=240"),
-            f"--pool.fleet_port={fleet_port}",
+            f"--pool.fleet_address=127.0.0.1:{fleet_port}",
         )
 
     def call(self, *words: str) -> subprocess.CompletedProcess[str]:

@@ -99,7 +99,7 @@ class Gateway:
         Raises:
             ConfigError: the address cannot be used.
         """
-        listener = listen("the gateway", self._rollout.options.gateway_host, 0, "rollout.options.gateway")
+        listener = listen("the gateway", self._rollout.options.gateway_host, 0, "rollout.options.gateway_host")
         self.url = url_for_others(listener, self._address)
         if is_open_to_network(listener):
             log.warning(

@@ -32,7 +32,7 @@ class FleetServer:
     Args:
         run_dir: where the address is written, and the records that the dashboard shows are; None writes no file, and
             has no dashboard.
-        address: at which other hosts reach this one, if `pool.fleet_host` means all its interfaces; None determines
+        address: at which other hosts reach this one, if `pool.fleet_address` means all its interfaces; None determines
             one.
         run: the run's uid: requests for another run are refused.
         orders: carries out what operators want; by default none is kept.
@@ -68,7 +68,7 @@ class FleetServer:
         Raises:
             ConfigError: the address or the port cannot be used.
         """
-        listener = listen("the fleet endpoint", self._config.fleet_host, self._config.fleet_port, "pool.fleet")
+        listener = listen("the fleet endpoint", self._config.fleet_host, self._config.fleet_port, "pool.fleet_address")
         self.url, self.port = url_for_others(listener, self._address), listener.getsockname()[1]
         if is_open_to_network(listener):
             _warn(self.url, self._has_token)

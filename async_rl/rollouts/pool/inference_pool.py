@@ -42,7 +42,7 @@ class InferencePool(Roster):
         if not (config.instances or config.fleet_port):
             raise ConfigError(
                 "pool.instances is empty: name at least one inference instance, as http://host:port or "
-                "dns:host:port, or set pool.fleet_port for instances that register themselves"
+                "dns:host:port, or set the port in pool.fleet_address for instances that register themselves"
             )
         super().__init__(config, token, term)
         self.late_joiners = LateJoiners(self)

@@ -13,13 +13,12 @@ from async_rl.shared.net.local_address import (
 )
 
 
-def listen(name: str, host: str, port: int, settings: str | None) -> socket.socket:
+def listen(name: str, host: str, port: int, setting: str | None) -> socket.socket:
     """A socket that listens at `host` and `port`; 0 takes a free one.
 
     Args:
         name: of the server, for errors.
-        settings: the settings of host and port without their ends `_host` and `_port`, for errors; None where they are
-            the options --host and --port.
+        setting: which names the host, for errors; None where host and port are the options --host and --port.
 
     Raises:
         ConfigError: the address or the port cannot be used.
@@ -35,12 +34,10 @@ def listen(name: str, host: str, port: int, settings: str | None) -> socket.sock
             listener.close()
             raise
     except OSError as error:
-        of_host, of_port = (f"{settings}_host", f"{settings}_port") if settings else ("--host", "--port")
+        where = f"{host}:{port} ({setting})" if setting else f"--host = {host!r}, --port = {port}"
         anywhere = "name an address of this host and a free port, or 0 for any free port"
-        remedy = missing_loopback(host, of_host) or anywhere
-        raise ConfigError(
-            f"{name} cannot listen at {of_host} = {host!r}, {of_port} = {port}: {error.strerror}; {remedy}"
-        ) from error
+        remedy = missing_loopback(host, f"the host of {setting}" if setting else "--host") or anywhere
+        raise ConfigError(f"{name} cannot listen at {where}: {error.strerror}; {remedy}") from error
     return listener
 
 

@@ -50,6 +50,7 @@ def test_the_page_about_migration_has_every_name(page: str, names: dict[str, Oth
         ({"prompts": {"template_arguments": {}}}, "prompts.template_arguments is 'prompts.chat_template' here; "),
         ({"pool": {"stream_interval": 4}}, "pool.stream_interval has no counterpart: what it was by default holds"),
         ({"rollout": {"stop_token_ids": [2]}}, "rollout.stop_token_ids is 'rollout.stop' here; "),
+        ({"pool": {"fleet_port": 8600}}, "pool.fleet_port is 'pool.fleet_address' here (HOST:PORT); "),
         ({"pool": {"dns": "a:1"}}, "pool.dns is 'pool.instances' here (one of them, as dns:HOST:PORT); "),
         ({"rollout": {"options": {"max_trns": 3}}}, "did you mean 'max_turns'? rollout.options has max_turns, "),
         ({"optimiser": {"learning_rate": 1}}, "did you mean [optimizer]?"),

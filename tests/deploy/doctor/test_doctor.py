@@ -102,21 +102,21 @@ def test_a_taken_port_is_a_fault_and_a_free_one_is_not(capsys: pytest.CaptureFix
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        finding = port_finding("pool.fleet_port", "127.0.0.1", port)
+        finding = port_finding("pool.fleet_address", "127.0.0.1", port)
         assert finding.state == "fault" and "is taken" in finding.found and f":{port}" in (finding.remedy or "")
         (tmp_path / "run.toml").write_text(
-            MINIMAL.replace("runs/x", f"{tmp_path}/run") + f"[pool]\nfleet_port = {port}\n"
+            MINIMAL.replace("runs/x", f"{tmp_path}/run") + f"[pool]\nfleet_address = '127.0.0.1:{port}'\n"
         )
         assert main([str(tmp_path / "run.toml")]) == 1
         shown = capsys.readouterr().out
-        assert f"port {port}" in shown and "(pool.fleet_port) is taken" in shown
-    assert port_finding("pool.fleet_port", "127.0.0.1", port).state == "ok"
+        assert f"port {port}" in shown and "(pool.fleet_address) is taken" in shown
+    assert port_finding("pool.fleet_address", "127.0.0.1", port).state == "ok"
 
 
 def test_a_host_that_is_not_ours_cannot_be_bound() -> None:
     # In a network that is reserved for documentation.
-    finding = port_finding("pool.fleet_port", "203.0.113.1", 8600)
-    assert finding.state == "fault" and "pool.fleet_port" in (finding.remedy or "")
+    finding = port_finding("pool.fleet_address", "203.0.113.1", 8600)
+    assert finding.state == "fault" and "pool.fleet_address" in (finding.remedy or "")
 
 
 @pytest.mark.distributed

@@ -156,7 +156,7 @@ def test_names_that_services_and_pods_cannot_have_are_refused(
         ({"instances": {"min": 2}}, "instances.max is 1, less than instances.min, 2"),
         ({"run": {"dir": "runs/../../x"}}, "may leave the volume"),
         ({"storage": {"mountPath": "/tmp"}}, "where pods have another volume"),
-        ({"run": {"fleetPort": 29500}}, "another --pool.fleet_port"),
+        ({"run": {"fleetPort": 29500}}, "another --pool.fleet_address"),
     ],
     ids=str,
 )

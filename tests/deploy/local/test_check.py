@@ -380,14 +380,12 @@ def test_a_port_that_is_taken_and_an_address_of_another_host_are_found_before_a_
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-        assert main(["run.toml", "--pool.fleet_port", port]) == 2
-        assert f"the fleet endpoint cannot listen at pool.fleet_host = '127.0.0.1', pool.fleet_port = {port}" in (
-            capsys.readouterr().err
-        )
-        assert main(["run.toml", "--pool.fleet_port", port, "--elsewhere"]) == 0
-    assert main(["run.toml", "--pool.fleet_port", port]) == 0
-    assert main(["run.toml", "--pool.fleet_host", "203.0.113.1"]) == 2
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert main(["run.toml", "--pool.fleet_address", address]) == 2
+        assert f"the fleet endpoint cannot listen at {address} (pool.fleet_address): " in capsys.readouterr().err
+        assert main(["run.toml", "--pool.fleet_address", address, "--elsewhere"]) == 0
+    assert main(["run.toml", "--pool.fleet_address", address]) == 0
+    assert main(["run.toml", "--pool.fleet_address", "203.0.113.1:0"]) == 2
 
 
 @pytest.mark.distributed

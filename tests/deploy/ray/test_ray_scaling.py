@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.distributed, needs_ray, pytest.mark.timeout(400)]
 TRAINER = """
 import http.server, json, pathlib, sys, threading, time
 
-host = next(word.partition("=")[2] for word in reversed(sys.argv) if word.startswith("--pool.fleet_host="))
-port = next(int(word.partition("=")[2]) for word in reversed(sys.argv) if word.startswith("--pool.fleet_port="))
+address = next(word.partition("=")[2] for word in reversed(sys.argv) if word.startswith("--pool.fleet_address="))
+host, port = address.split(":")[0], int(address.split(":")[1])
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):

@@ -28,9 +28,9 @@ def test_training_tasks_meet_at_the_first_host_at_ports_that_are_free_there() ->
     assert [process.name for process in processes] == ["trainer-0", "trainer-1"]
     for rank, process in enumerate(processes):
         assert option(process.argv, "--node-rank") == str(rank)
-        assert option(process.argv, "--master-addr") == option(process.argv, "--pool.fleet_host") == "10.0.0.1"
+        assert option(process.argv, "--master-addr") == "10.0.0.1"
         assert option(process.argv, "--master-port") == "4001"
-        assert option(process.argv, "--pool.fleet_port") == "4002"
+        assert option(process.argv, "--pool.fleet_address") == "10.0.0.1:4002"
         assert option(process.argv, "--run.resume") == "true" and "--train.iterations=5" in process.argv
 
 
@@ -43,8 +43,8 @@ def test_every_task_and_rank_that_is_stopped_is_noticed() -> None:
 
 
 def test_a_fleet_port_of_the_config_is_kept() -> None:
-    (process,) = training_group(plan(pool={"fleet_port": 8700})).processes(NODES[:1])
-    assert option(process.argv, "--pool.fleet_port") == "8700"
+    (process,) = training_group(plan(pool={"fleet_address": "127.0.0.1:8700"})).processes(NODES[:1])
+    assert option(process.argv, "--pool.fleet_address") == "10.0.0.1:8700"
 
 
 def test_an_instance_finds_its_trainer_by_the_directory_of_the_run() -> None:

@@ -96,13 +96,13 @@ def test_the_fleet_endpoint_of_another_producer_waits_for_its_port(
     monkeypatch.setattr(service_module, "PORT_PATIENCE_S", 30.0 if waits else 0.3)
     taken = socket.create_server(("127.0.0.1", 0))
     port = taken.getsockname()[1]
-    tree = minimal_tree() | {"pool": {"instances": [A], "fleet_port": port if configured else 0}}
+    tree = minimal_tree() | {"pool": {"instances": [A], "fleet_address": f"127.0.0.1:{port if configured else 0}"}}
     tree["run"]["dir"] = str(tmp_path)
     pool = make_pool(A)
     with ExitStack() as closing, taken:
         service = ProducerService(closing, Config.model_validate(tree), loop, pool=pool)
         if configured:
-            with pytest.raises(ConfigError, match=f"pool.fleet_port = {port}"):
+            with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} \(pool\.fleet_address\)"):
                 service._start_fleet(Orders(pool), port)
             return
         if waits:

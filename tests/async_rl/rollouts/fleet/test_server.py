@@ -159,8 +159,8 @@ def test_the_address_is_in_the_runs_directory_while_it_listens(make_pool, loop, 
 def test_a_port_that_is_taken_is_refused_with_its_setting(make_pool, loop) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"pool.fleet_port = {port}: .*0 for any free port"):
-            loop.run(FleetServer(make_pool(A), PoolSection(fleet_port=port)).start())
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} \(pool\.fleet_address\): .*0 for any free port"):
+            loop.run(FleetServer(make_pool(A), PoolSection(fleet_address=f"127.0.0.1:{port}")).start())
 
 
 def test_a_host_of_all_interfaces_is_warned_about_and_advertised_by_address(make_pool, serve, caplog) -> None:
@@ -168,9 +168,9 @@ def test_a_host_of_all_interfaces_is_warned_about_and_advertised_by_address(make
     with caplog.at_level(logging.WARNING):
         assert serve(pool).url.startswith("http://127.0.0.1:")
         assert caplog.text == ""
-        assert serve(pool, "secret", fleet_host="0.0.0.0", address="localhost").url.startswith("http://localhost:")
+        assert serve(pool, "secret", fleet_address="0.0.0.0:0", address="localhost").url.startswith("http://localhost:")
         assert "unencrypted" in caplog.text and "WITHOUT A TOKEN" not in caplog.text
-        assert serve(pool, fleet_host="0.0.0.0").ask("/health")[0] == 200
+        assert serve(pool, fleet_address="0.0.0.0:0").ask("/health")[0] == 200
     assert "WITHOUT A TOKEN" in caplog.text and "set ASYNC_RL_TOKEN" in caplog.text
 
 

@@ -172,7 +172,7 @@ from inference_service.__main__ import _bind
 from inference_service.options import parse_options
 
 for attempt in (
-    lambda: listen("the fleet endpoint", sys.argv[1], 0, "pool.fleet"),
+    lambda: listen("the fleet endpoint", sys.argv[1], 0, "pool.fleet_address"),
     lambda: listen("the dashboard", sys.argv[1], 0, None),
     lambda: _bind(parse_options(["--model", "m", "--host", sys.argv[1]])),
     lambda: free_ports(2, sys.argv[1]),
@@ -181,7 +181,7 @@ for attempt in (
         print(attempt())
     except ConfigError as error:
         print(error)
-print(port_finding("pool.fleet_port", sys.argv[1], 8600).remedy)
+print(port_finding("pool.fleet_address", sys.argv[1], 8600).remedy)
 """
 
 
@@ -211,7 +211,8 @@ def test_who_lacks_an_address_of_loopback_is_told_what_helps(commands: list[str]
     if other is None:
         assert all("loopback interface has no address" in line for line in said)
     else:
-        for line, setting in zip(said, ("pool.fleet_host", "--host", "--host", None, "pool.fleet_host"), strict=True):
+        fleet = "the host of pool.fleet_address"
+        for line, setting in zip(said, (fleet, "--host", "--host", None, fleet), strict=True):
             assert f"loopback interface has {other} only" in line
             assert setting is None or f"set {setting} to '{other}'" in line
         assert not any("interface" in line for line in tries(at=other)[:3])
