@@ -17,7 +17,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from async_rl.loop import Window
-from async_rl.method.types import Group
+from async_rl.method.algorithms import Rollouts
+from async_rl.method.token_arrays import Logprobs, TokenIds
+from async_rl.method.types import UNPROVEN, Group, Prompt, Response
 from async_rl.shared.cpu.exact import ROW_MULTIPLE
 from trainer.attention.prompt_cache import PromptCache
 from trainer.batching.group_slice import GroupSlice, slices_of, split_slice
@@ -33,6 +35,7 @@ from trainer.batching.shared_prompt import (
 from trainer.model.gpt import RankModel
 from trainer.model.pipeline_shapes import pipeline_arguments
 from trainer.parallel import Parallel
+from trainer.policy.tri_model import Frozen
 
 LossOf = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(number of the micro-batch, log-probs [N], entropies [N], log-ratios [K, N]: see `response_logprobs`; or values [N],
@@ -82,6 +85,54 @@ def make_passes(window: Window, parallel: Parallel, temperature: float, max_toke
         for groups in window
         for slices in _fitting(groups, max_tokens, split=False)
     ]
+
+
+def by_gradient(window: Window, has_gradient: Callable[[Rollouts], bool]) -> tuple[Window, Window]:
+    """The groups that have a gradient and those that have none, in their original micro-batches.
+
+    Micro-batches are not repacked, so that they depend on the order of training only, not on what was ready at what
+    time.
+    """
+    parts = [
+        [[group for group in groups if has_gradient(Rollouts.of(group)) == wanted] for groups in window]
+        for wanted in (True, False)
+    ]
+    with_gradient, without = ([groups for groups in part if groups] for part in parts)
+    return with_gradient, without
+
+
+def logprobs_of(model: Frozen | None, passes: Sequence[Pass]) -> Sequence[list[torch.Tensor] | None]:
+    """Log-probs (of a critic: values) of each pass's micro-batches under a frozen model; None for each without one."""
+    if model is None:
+        return [None] * len(passes)
+    with model.resident() as resident:
+        return [a_pass.logprobs(resident) for a_pass in passes]
+
+
+def unscored_group(prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> Group:
+    """Tokens as a group, the input of passes; its other fields are not read."""
+    prompt = Prompt("probe", TokenIds(prompt_token_ids), {})
+    rollouts = tuple(
+        Response(
+            token_ids=TokenIds(tokens),
+            logprobs=Logprobs(),
+            text="",
+            finish_reason="length",
+            weight_spans=(),
+            instance="",
+        )
+        for tokens in responses
+    )
+    return Group(
+        iteration=0,
+        index=0,
+        prompt=prompt,
+        responses=rollouts,
+        rewards=(0.0,) * len(rollouts),
+        weight_version=UNPROVEN,
+        started_s=0.0,
+        finished_s=0.0,
+    )
 
 
 class PackedPass:

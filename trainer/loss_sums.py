@@ -4,7 +4,7 @@ And the KL of rollouts to the reference, for algorithms that take it from the re
 Shape legend: G responses and N sampled tokens of one micro-batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import torch
@@ -147,15 +147,24 @@ def sampled_logprobs(micro_batch: MicroBatch, like: torch.Tensor) -> torch.Tenso
 
 
 def rollout_kl(
-    scored: Sequence[tuple[MicroBatch, torch.Tensor]], estimator: KLEstimator
+    passes: Iterable[Sequence[MicroBatch]], ref_logprobs: Sequence[list[torch.Tensor] | None], estimator: KLEstimator
 ) -> dict[int, tuple[float, ...]]:
     """Each group's KL per rollout, summed over its sampled tokens, by the group's index; waits once for the device.
+
+    Empty before the last pipeline stage.
 
     The policy's side are the log-probs that the instances reported: those of the weights that sampled.
 
     Args:
-        scored: micro-batches of whole groups, with the reference's log-probs of their N sampled tokens.
+        passes: their micro-batches, of whole groups.
+        ref_logprobs: the reference's, of the N sampled tokens of each micro-batch of each pass.
     """
+    scored = [
+        pair
+        for batches, logprobs in zip(passes, ref_logprobs, strict=True)
+        if logprobs
+        for pair in zip(batches, logprobs, strict=True)
+    ]
     terms = [kl_terms(sampled_logprobs(batch, ref_N), ref_N, estimator) for batch, ref_N in scored]
     found: dict[int, list[float]] = {}
     for (batch, _), terms_N in zip(scored, to_host(terms), strict=True):

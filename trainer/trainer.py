@@ -32,9 +32,7 @@ from async_rl.method.group_proof import GroupProof
 from async_rl.method.pieces import counts_group
 from async_rl.method.proof.gap_limits import noise_limits
 from async_rl.method.step_stats import StepStats, highest
-from async_rl.method.token_arrays import Logprobs, TokenIds
 from async_rl.method.training_order import TrainingOrder
-from async_rl.method.types import UNPROVEN, Group, Prompt, Response
 from async_rl.records.throughput import ModelSize, TrainingPool
 from trainer.algorithm_checks import (
     require_denominator,
@@ -46,7 +44,7 @@ from trainer.batching.group_feed import GroupFeed
 from trainer.critic import Critic
 from trainer.devices.memory import memory_peaks
 from trainer.devices.peak_flops import peak_flops_of
-from trainer.forward_backward import Pass, make_passes
+from trainer.forward_backward import Pass, by_gradient, logprobs_of, make_passes, unscored_group
 from trainer.hf.adapter_export import AdapterExport
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.hf.weight_export import WeightExport
@@ -188,16 +186,16 @@ class MegatronTrainer:
         self.turns.take()
         for frozen in self._frozen:
             frozen.prefetch()
-        with_gradient, without = self._by_gradient(window)
+        with_gradient, without = by_gradient(window, self._algorithm.has_gradient)
         trained, untrained = self._passes(with_gradient), self._passes(without)
         passes = [*trained, *untrained]
-        ref_logprobs = _logprobs_of(self.models.reference, passes)
-        old_logprobs = _logprobs_of(self.models.old, passes)
-        teacher_logprobs = _logprobs_of(self.models.teacher, passes)
+        ref_logprobs = logprobs_of(self.models.reference, passes)
+        old_logprobs = logprobs_of(self.models.old, passes)
+        teacher_logprobs = logprobs_of(self.models.teacher, passes)
         self._sums.begin(groups, self._reward_kl(passes, ref_logprobs), self._totals)
         advantages: Sequence[list[torch.Tensor] | None] = [None] * len(passes)
         if self.critic is not None:
-            old_values = _logprobs_of(self.critic.old, passes)
+            old_values = logprobs_of(self.critic.old, passes)
             advantages = self.critic.train(passes, self._sums.responses_of, ref_logprobs, old_values)
         losses = [
             functools.partial(self._loss_of, a_pass, others)
@@ -219,7 +217,7 @@ class MegatronTrainer:
         Raises:
             ConfigError: a token id is outside the model's vocabulary.
         """
-        group = _unscored_group(prompt_token_ids, responses)
+        group = unscored_group(prompt_token_ids, responses)
         require_known_tokens(group, self._shape.vocab_size)
         passes = self._passes([[group]])
         with self.turns.weights(), self.models.policy_to_score() as policy:
@@ -322,20 +320,6 @@ class MegatronTrainer:
         """The old policy if it does not follow from the policy, and so has to be saved in checkpoints."""
         return self.models.old if self._old_policy == "lagged" else None
 
-    def _by_gradient(self, window: Window) -> tuple[Window, Window]:
-        """The groups that have a gradient and those that have none, in their original micro-batches.
-
-        Micro-batches are not repacked, so that they depend on the order of training only, not on what was ready at what
-        time.
-        """
-        has_gradient = self._algorithm.has_gradient
-        parts = [
-            [[group for group in groups if has_gradient(Rollouts.of(group)) == wanted] for groups in window]
-            for wanted in (True, False)
-        ]
-        with_gradient, without = ([groups for groups in part if groups] for part in parts)
-        return with_gradient, without
-
     def _passes(self, window: Window) -> list[Pass]:
         return make_passes(window, self._parallel, self._temperature, self._section.micro_batch_tokens)
 
@@ -367,16 +351,10 @@ class MegatronTrainer:
     def _reward_kl(
         self, passes: Sequence[Pass], ref_logprobs: Sequence[list[torch.Tensor] | None]
     ) -> dict[int, tuple[float, ...]]:
-        """See `rollout_kl`; empty where the algorithm does not need it, and before the last pipeline stage."""
+        """See `rollout_kl`; empty where the algorithm does not need it."""
         if not self._algorithm.needs.reward_kl:
             return {}
-        pairs = [
-            pair
-            for a_pass, logprobs in zip(passes, ref_logprobs, strict=True)
-            if logprobs
-            for pair in zip(a_pass.micro_batches, logprobs, strict=True)
-        ]
-        return rollout_kl(pairs, self._config.kl_estimator)
+        return rollout_kl((a_pass.micro_batches for a_pass in passes), ref_logprobs, self._config.kl_estimator)
 
     @property
     def _frozen(self) -> list[Frozen]:
@@ -418,37 +396,3 @@ class MegatronTrainer:
     def _refresh_old(self) -> None:
         assert self.models.old is not None
         self.models.old.copy_from(self.models.policy_model)
-
-
-def _logprobs_of(model: Frozen | None, passes: Sequence[Pass]) -> Sequence[list[torch.Tensor] | None]:
-    """Log-probs (of a critic: values) of each pass's micro-batches under a frozen model; None for each without one."""
-    if model is None:
-        return [None] * len(passes)
-    with model.resident() as resident:
-        return [a_pass.logprobs(resident) for a_pass in passes]
-
-
-def _unscored_group(prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> Group:
-    """Tokens as a group, the input of passes; its other fields are not read."""
-    prompt = Prompt("probe", TokenIds(prompt_token_ids), {})
-    rollouts = tuple(
-        Response(
-            token_ids=TokenIds(tokens),
-            logprobs=Logprobs(),
-            text="",
-            finish_reason="length",
-            weight_spans=(),
-            instance="",
-        )
-        for tokens in responses
-    )
-    return Group(
-        iteration=0,
-        index=0,
-        prompt=prompt,
-        responses=rollouts,
-        rewards=(0.0,) * len(rollouts),
-        weight_version=UNPROVEN,
-        started_s=0.0,
-        finished_s=0.0,
-    )
