@@ -44,8 +44,8 @@ from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.publish.publisher import Publisher
 from async_rl.rollouts.rewards import make_reward
 from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.sender import WeightSender, WeightSource
-from async_rl.shared.weights.stream import TensorSpec
 from benchmarks.common.hosts import Host, Hosts, environment, why_not
 from benchmarks.common.link import Link, why_no_link
 from benchmarks.common.local_producer import LocalProducer as Producer

@@ -34,8 +34,9 @@ from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.publish.publisher import Publisher
 from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.sender import WeightSender, WeightSource
-from async_rl.shared.weights.stream import BUCKET_BYTES, TensorSpec
+from async_rl.shared.weights.stream import BUCKET_BYTES
 from benchmarks.common.bare_broadcast import TIMEOUT_S, BareBroadcast
 from benchmarks.common.random_model import save_random_qwen3
 from benchmarks.common.running_instance import running_instance

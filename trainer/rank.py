@@ -14,8 +14,8 @@ from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Batch, Group, Publication, WeightVersion
 from async_rl.shared.protocol.inference import AdapterInfo
 from async_rl.shared.protocol.sender import Content
+from async_rl.shared.weights.fingerprint import Stream, base_digest
 from async_rl.shared.weights.sender import AdapterSource, WeightSource
-from async_rl.shared.weights.stream import Stream, base_digest
 from trainer.hf.adapter_export import AdapterExport
 from trainer.hf.weight_export import WeightExport
 from trainer.parallel import Parallel

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.store import StoreServer, join_rendezvous
-from async_rl.shared.weights.stream import TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import WeightGroup
 
 MakeStream = Callable[[], Iterable[tuple[TensorSpec, torch.Tensor]]]
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from async_rl.shared.protocol.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_fingerprint
 from async_rl.shared.protocol.inference import AdapterInfo, InitInfo, UpdateInfo
-from async_rl.shared.weights.stream import TensorSpec
+from async_rl.shared.weights.fingerprint import TensorSpec
 from inference_service.engine_interface import RequestRefused
 from inference_service.weight_transfer.receiver import WeightReceiver
 

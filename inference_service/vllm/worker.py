@@ -8,8 +8,8 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
+from async_rl.shared.weights.fingerprint import Stream, TensorSpec, base_digest
 from async_rl.shared.weights.nccl_version import nccl_version
-from async_rl.shared.weights.stream import Stream, TensorSpec, base_digest
 
 
 def digest_of_files(model: Path, names: Sequence[str], dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from async_rl.shared.protocol.adapter import A, B, adapter_fingerprint, factor_name
 from async_rl.shared.protocol.inference import AdapterInfo
-from async_rl.shared.weights.stream import DeviceFingerprint, Fingerprint, TensorSpec
+from async_rl.shared.weights.fingerprint import DeviceFingerprint, Fingerprint, TensorSpec
 from inference_service.engine_interface import RequestRefused
 
 LAYERS = ".layers."

@@ -12,9 +12,10 @@ import torch
 from async_rl.errors import PublishError
 from async_rl.shared.model_families import TABLE, ExpertNames, Family
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.weights.fingerprint import DeviceFingerprint, Fingerprint, TensorSpec, fingerprint_on
 from async_rl.shared.weights.snapshot import read_snapshot
 from async_rl.shared.weights.store import join_rendezvous
-from async_rl.shared.weights.stream import DeviceFingerprint, Fingerprint, TensorSpec, WeightGroup, fingerprint_on
+from async_rl.shared.weights.stream import WeightGroup
 from inference_service.engine_interface import RequestRefused
 
 

@@ -20,7 +20,7 @@ import torch
 
 from async_rl.errors import AsyncRLError
 from async_rl.shared.protocol.inference import AdapterInfo, InitInfo, UpdateInfo
-from async_rl.shared.weights.stream import base_digest
+from async_rl.shared.weights.fingerprint import base_digest
 from async_rl.shared.weights.swap import Swap
 from inference_service.engine_interface import EngineFault, RequestRefused
 from inference_service.weight_transfer.adapters import ModelAdapters, ReceivedAdapters

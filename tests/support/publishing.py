@@ -24,8 +24,8 @@ from async_rl.rollouts.publish.publisher import Publisher
 from async_rl.rollouts.publish.remote_sender import RemoteSender, serve
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.protocol.sender import Score, Sender
+from async_rl.shared.weights.fingerprint import MakeStream, TensorSpec
 from async_rl.shared.weights.sender import WeightSender, WeightSource
-from async_rl.shared.weights.stream import MakeStream, TensorSpec
 
 TENSORS = {
     "embed.weight": torch.arange(3000, dtype=torch.float32).view(60, 50),

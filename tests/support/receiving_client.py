@@ -11,8 +11,9 @@ from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable,
 from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.pool.membership import InstanceEntry, Membership
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.store import join_rendezvous
-from async_rl.shared.weights.stream import TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import WeightGroup
 from tests.support.lost_store import lose, slow
 
 

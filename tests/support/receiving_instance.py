@@ -17,9 +17,10 @@ import torch
 from aiohttp import web
 
 from async_rl.errors import PublishError
+from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec
 from async_rl.shared.weights.snapshot import read_snapshot
 from async_rl.shared.weights.store import join_rendezvous
-from async_rl.shared.weights.stream import Fingerprint, TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import WeightGroup
 from tests.support.lost_store import lose
 from tests.support.scripted_instance import Instance, refusal, serve
 

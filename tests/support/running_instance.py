@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import torch
 
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.store import StoreServer
-from async_rl.shared.weights.stream import TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import WeightGroup
 from benchmarks.common.running_instance import START_TIMEOUT_S, wait_for_url
 from inference_service.weight_transfer.receiver import parameter_views
 

@@ -5,8 +5,9 @@ from multiprocessing.connection import Client, Connection
 
 import torch
 
+from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec
 from async_rl.shared.weights.store import join_rendezvous
-from async_rl.shared.weights.stream import ALONE_BYTES, Fingerprint, TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import ALONE_BYTES, WeightGroup
 
 HOST = "127.0.0.1"
 SECRET = "of this meeting"

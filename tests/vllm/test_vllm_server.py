@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.snapshot import SnapshotWriter
-from async_rl.shared.weights.stream import TensorSpec
 from tests.support.running_instance import Instance, TrainerSide
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

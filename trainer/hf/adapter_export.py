@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.shared.protocol.adapter import A, B, factor_name
-from async_rl.shared.weights.stream import TensorSpec
+from async_rl.shared.weights.fingerprint import TensorSpec
 from trainer.hf.adapters import has_adapter
 from trainer.hf.weight_export import MAIN_RANK
 from trainer.hf.weight_map import Layout, WeightEntry, weight_map

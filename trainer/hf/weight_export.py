@@ -15,7 +15,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from async_rl.shared.weights.stream import TensorSpec
+from async_rl.shared.weights.fingerprint import TensorSpec
 from trainer.hf.weight_map import Layout, WeightEntry, weight_map
 from trainer.model.adapters import adapters_of, base_parameters
 from trainer.model.gpt import RankModel

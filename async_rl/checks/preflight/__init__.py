@@ -12,18 +12,11 @@ from pathlib import Path
 from async_rl.checks.preflight.adapter import require_adapters
 from async_rl.checks.preflight.data import require_evaluation_sets, require_prompts
 from async_rl.checks.preflight.layout import require_layout
-from async_rl.checks.preflight.model import (
-    CRITIC,
-    TEACHER,
-    ModelFiles,
-    require_exact,
-    require_other_models,
-    require_router_replay,
-    require_trainable,
-)
+from async_rl.checks.preflight.model import CRITIC, TEACHER, ModelFiles, require_other_models, require_trainable
 from async_rl.checks.preflight.model_room import require_fit, require_tokens
 from async_rl.checks.preflight.reward import require_reward, require_time_for_tests
 from async_rl.checks.preflight.reward_rows import require_answers, require_columns, require_parts_of_rows
+from async_rl.checks.preflight.train_modes import require_exact, require_router_replay
 from async_rl.checks.preflight.user_file import require_algorithm, require_program
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError

@@ -5,7 +5,6 @@ instance. No method retries: the pool and the publisher decide about that.
 """
 
 import logging
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,11 +60,6 @@ CONFIRM_TIMEOUT_S = 3.0
 
 EVENTS = "text/event-stream"
 ACCEPTED = {"Accept": f"{token_frames.MEDIA_TYPE}, {EVENTS}, application/json"}
-
-STARTED = "started-"
-"""Begins the boot id of a server that tells only when its process was started."""
-
-START_TIME_METRIC = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,40})(?:\s|$)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,23 +265,17 @@ class InstanceClient:
     async def holding(self, timeout_s: float = CONTROL_TIMEOUT_S) -> HeldWeights:
         """Which weights it holds and which process it is: from one response, or else the process is queried last, so
         that a restart in between cannot be mistaken for the process that held them."""
-        path, version = routes.WEIGHT_INFO, ""
-        if self.dialect.keeps_version:
-            answer, headers = await self._http.exchange("GET", path, None, within(timeout_s))
-            version = self._http.parse(WEIGHT_INFO, answer, path)["weight_version"]
-        else:
-            answer, headers = await self._ask_workers(routes.NOTED_VERSION_METHOD, [], timeout_s)
-            version = self._versions_of(answer)
+        version, headers = await self._held_version(timeout_s)
         boot_id = self._http.boot_id(headers)
-        return HeldWeights(version, boot_id if boot_id is not None else await self._start_time(timeout_s))
+        return HeldWeights(version, boot_id if boot_id is not None else await self._http.start_time(timeout_s))
 
-    async def _start_time(self, timeout_s: float) -> str | None:
-        """When the server's process was started, from its metrics; None if they do not report it."""
-        try:
-            found = START_TIME_METRIC.search(await self._http.get(routes.METRICS, timeout_s))
-        except InstanceRefused:
-            return None
-        return f"{STARTED}{found[1].decode()}" if found else None
+    async def _held_version(self, timeout_s: float) -> tuple[WeightVersion, Mapping[str, str]]:
+        """The version, of all workers if they differ, and the headers of the response that has it."""
+        if self.dialect.keeps_version:
+            answer, headers = await self._http.exchange("GET", routes.WEIGHT_INFO, None, within(timeout_s))
+            return self._http.parse(WEIGHT_INFO, answer, routes.WEIGHT_INFO)["weight_version"], headers
+        answer, headers = await self._ask_workers(routes.NOTED_VERSION_METHOD, [], timeout_s)
+        return _agreed(self._results_of(answer)), headers
 
     async def max_model_len(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """The maximum of prompt plus response tokens of the served model."""
@@ -304,15 +292,8 @@ class InstanceClient:
 
     async def weight_version(self, timeout_s: float = CONTROL_TIMEOUT_S) -> WeightVersion:
         """The version it last received, as it reports; after a start, one that is not of this run."""
-        if not self.dialect.keeps_version:
-            answer, _ = await self._ask_workers(routes.NOTED_VERSION_METHOD, [], timeout_s)
-            return self._versions_of(answer)
-        answer = await self._http.get(routes.WEIGHT_INFO, timeout_s)
-        return self._http.parse(WEIGHT_INFO, answer, routes.WEIGHT_INFO)["weight_version"]
-
-    def _versions_of(self, answer: bytes) -> WeightVersion:
-        """The version that the workers noted; all of them if the workers differ."""
-        return ", ".join(sorted(set(self._results_of(answer))))
+        version, _ = await self._held_version(timeout_s)
+        return version
 
     async def world_size(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """How many workers of the instance join the weight group."""
@@ -354,13 +335,13 @@ class InstanceClient:
         await self._http.post(routes.FINISH_WEIGHT_UPDATE, body, within(timeout_s))
 
     async def weight_fingerprints(self, timeout_s: float) -> list[str]:
-        """The fingerprint of what each worker last received; see `async_rl.shared.weights.stream.Fingerprint`."""
+        """The fingerprint of what each worker last received; see `async_rl.shared.weights.fingerprint.Fingerprint`."""
         return await self._call_workers(routes.FINGERPRINT_METHOD, [], timeout_s)
 
     async def base_digest(self, names: Sequence[str], timeout_s: float) -> str:
-        """Of the weights that adapters are put beside, `names` (`async_rl.shared.weights.stream.base_digest`); "None"
-        where these are not complete."""
-        return ", ".join(sorted(set(await self._call_workers(routes.BASE_METHOD, list(names), timeout_s))))
+        """Of the weights that adapters are put beside, `names` (`async_rl.shared.weights.fingerprint.base_digest`);
+        "None" where these are not complete."""
+        return _agreed(await self._call_workers(routes.BASE_METHOD, list(names), timeout_s))
 
     async def load_adapter(self, version: WeightVersion, timeout_s: float) -> None:
         """Has it load the adapters that it received last, and forget others: nothing samples from these any more.
@@ -415,3 +396,8 @@ class InstanceClient:
                 f"instance {self.url} holds weight version {held.version!r}, asked for {answer.version!r}: "
                 "it needs the weights of the next publish"
             )
+
+
+def _agreed(results: Sequence[str]) -> str:
+    """The result of all workers; each of them once if they differ."""
+    return ", ".join(sorted(set(results)))

@@ -36,6 +36,11 @@ MAX_BODY_BYTES = 2**24
 
 UNBOUNDED = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
 
+STARTED = "started-"
+"""Begins the boot id of a server that tells only when its process was started."""
+
+START_TIME_METRIC = re.compile(rb"^process_start_time_seconds ([0-9.eE+]{1,40})(?:\s|$)", re.MULTILINE)
+
 Body = TypeVar("Body")
 
 
@@ -126,6 +131,14 @@ class InstanceHttp:
                 "and hyphens; something between may change its headers"
             )
         return boot_id
+
+    async def start_time(self, timeout_s: float) -> str | None:
+        """When the server's process was started, from its metrics, as a boot id; None if they do not report it."""
+        try:
+            found = START_TIME_METRIC.search(await self.get(routes.METRICS, timeout_s))
+        except InstanceRefused:
+            return None
+        return f"{STARTED}{found[1].decode()}" if found else None
 
     def parse(self, adapter: TypeAdapter[Body], answer: bytes, path: str) -> Body:
         """The body of a response.

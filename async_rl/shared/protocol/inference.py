@@ -143,7 +143,7 @@ class InitRequest(Body):
 class AdapterInfo(StrictBody):
     """What the factors A and B of a stream of adapters are to a model: y = W x + alpha / rank B A x (arXiv 2106.09685).
 
-    `base` is the digest of the weights W below them (`async_rl.shared.weights.stream.base_digest`).
+    `base` is the digest of the weights W below them (`async_rl.shared.weights.fingerprint.base_digest`).
     """
 
     rank: int = Field(ge=1)

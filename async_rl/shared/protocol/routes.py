@@ -29,7 +29,7 @@ FINGERPRINT_METHOD = "weight_fingerprint"
 """Worker method behind `/collective_rpc` that returns the fingerprint of the last received weight stream."""
 
 BASE_METHOD = "base_digest"
-"""Worker method that returns the digest of the weights below adapters, see `async_rl.shared.weights.stream`."""
+"""Worker method that returns the digest of the weights below adapters, see `async_rl.shared.weights.fingerprint`."""
 
 ADAPTER_METHOD = "adapter_directory"
 """Worker method of vLLM's servers that returns where the adapters which came last are, on the instance's host."""

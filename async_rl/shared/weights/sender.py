@@ -9,11 +9,12 @@ from async_rl.shared.net.local_address import address_towards
 from async_rl.shared.protocol.adapter import adapter_fingerprint
 from async_rl.shared.protocol.inference import AdapterInfo
 from async_rl.shared.protocol.sender import AdapterFacts, Content, Forming, Invitations, Score, SenderFacts, Sent
+from async_rl.shared.weights.fingerprint import Fingerprint, MakeStream, Stream, TensorSpec
 from async_rl.shared.weights.ipc import ipc_backend
 from async_rl.shared.weights.nccl_version import UNKNOWN, nccl_version
 from async_rl.shared.weights.rendezvous import Rendezvous, sender_address
 from async_rl.shared.weights.snapshot_store import SnapshotStore
-from async_rl.shared.weights.stream import Fingerprint, MakeStream, Stream, TensorSpec, WeightGroup, bucket_bytes_of
+from async_rl.shared.weights.stream import WeightGroup, bucket_bytes_of
 
 
 def _no_score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from async_rl.errors import ConfigError, PublishError
-from async_rl.shared.weights.stream import Fingerprint, Stream, TensorSpec
+from async_rl.shared.weights.fingerprint import Fingerprint, Stream, TensorSpec
 
 DTYPE_CODES = {
     "float64": "F64",

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from async_rl.errors import ConfigError
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.snapshot import SnapshotWriter
-from async_rl.shared.weights.stream import TensorSpec
 
 SUFFIX = ".safetensors"
 LOCK_SUFFIX = ".lock"

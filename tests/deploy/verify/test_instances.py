@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from async_rl.shared.protocol.inference import UpdateInfo
-from async_rl.shared.weights.stream import TensorSpec
+from async_rl.shared.weights.fingerprint import TensorSpec
 from deploy.verify.findings import Finding
 from deploy.verify.instances import judge_canary, judge_instances, read_json
 from inference_service.engine_interface import RequestRefused

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from async_rl.errors import PublishError
 from async_rl.shared.protocol.adapter import adapter_fingerprint
 from async_rl.shared.protocol.inference import AdapterInfo, UpdateInfo
+from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec, base_digest
 from async_rl.shared.weights.store import StoreServer
-from async_rl.shared.weights.stream import Fingerprint, TensorSpec, WeightGroup, base_digest
+from async_rl.shared.weights.stream import WeightGroup
 from inference_service.engine_interface import RequestRefused
 from inference_service.vllm.weight_adapters import LoadsThroughCallback, ReloadsModel, form_of
 from inference_service.vllm.weight_receiver import WorkerReceiver, announced_specs, in_batches

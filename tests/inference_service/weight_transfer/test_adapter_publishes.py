@@ -14,8 +14,8 @@ from async_rl.config.adapter_section import AdapterSection
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.protocol.adapter import WEIGHTS_FILE
 from async_rl.shared.protocol.inference import AdapterInfo
+from async_rl.shared.weights.fingerprint import TensorSpec, base_digest
 from async_rl.shared.weights.sender import AdapterSource, WeightSource
-from async_rl.shared.weights.stream import TensorSpec, base_digest
 from inference_service.weight_transfer.receiver import parameter_views, specs_of
 from tests.inference_service.weight_transfer.test_weight_update import assert_serves
 from tests.support.publishing import Publishing

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.shared.protocol.adapter import WEIGHTS_FILE, adapter_fingerprint
 from async_rl.shared.protocol.inference import UpdateInfo
-from async_rl.shared.weights.stream import Fingerprint, TensorSpec, base_digest
+from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec, base_digest
 from inference_service.engine_interface import EngineFault, RequestRefused
 from inference_service.weight_transfer.receiver import parameter_views, specs_of
 from inference_service.weight_transfer.weight_update import Phase, WeightUpdate

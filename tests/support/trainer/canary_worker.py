@@ -17,8 +17,8 @@ from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.method.types import Publication
 from async_rl.shared.protocol.sender import CONSTANT, SCALE
+from async_rl.shared.weights.fingerprint import Fingerprint
 from async_rl.shared.weights.sender import WeightSource
-from async_rl.shared.weights.stream import Fingerprint
 from tests.support.trainer.layout_worker import Job, make_trainer
 from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from async_rl.shared.model_parts import ClampedGate, DeltaNet, Experts
 from async_rl.shared.model_shape import ModelShape
-from async_rl.shared.weights.stream import TensorSpec, bucket_bytes_of, messages
+from async_rl.shared.weights.fingerprint import TensorSpec
+from async_rl.shared.weights.stream import bucket_bytes_of, messages
 from trainer.hf.fusions import ByHead, Stacked, Transposed
 from trainer.hf.weight_map import COLUMNS, EMBEDDING, ROWS, Layout, tied_head, weight_map
 

@@ -23,8 +23,8 @@ from async_rl.rollouts.publish.probe import Probe
 from async_rl.shared.protocol.adapter import WEIGHTS_FILE
 from async_rl.shared.protocol.inference import AdapterInfo
 from async_rl.shared.protocol.sender import CONSTANT, SCALE
+from async_rl.shared.weights.fingerprint import Fingerprint, base_digest
 from async_rl.shared.weights.sender import AdapterSource, WeightSender, WeightSource
-from async_rl.shared.weights.stream import Fingerprint, base_digest
 from inference_service.weight_transfer.adapters import ModelAdapters, ReceivedAdapters
 from inference_service.weight_transfer.receiver import parameter_views, specs_of
 from tests.support.adapter_faults import ALONE, AlonePlant

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.checks.preflight.model import ModelFiles, require_router_replay
+from async_rl.checks.preflight.model import ModelFiles
+from async_rl.checks.preflight.train_modes import require_router_replay
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError

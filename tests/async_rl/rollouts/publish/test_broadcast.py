@@ -19,9 +19,10 @@ from async_rl.rollouts.publish.instance_update import announcement
 from async_rl.rollouts.publish.publisher import _may_pass
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights import rendezvous, sender
+from async_rl.shared.weights.fingerprint import MakeStream, TensorSpec
 from async_rl.shared.weights.rendezvous import Rendezvous
 from async_rl.shared.weights.sender import WeightSender, WeightSource
-from async_rl.shared.weights.stream import MakeStream, TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import WeightGroup
 from tests.support.publishing import SPECS, TENSORS, remote, stream
 from tests.support.receiving_client import ReceivingClient, receiving_member
 

@@ -16,8 +16,8 @@ from async_rl.errors import LeaderFailed, PublishError, RunStopped
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.publish import publisher as publisher_module
 from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.sender import WeightSource
-from async_rl.shared.weights.stream import TensorSpec
 from tests.support.publishing import PROMPT, SPECS, Publishing, StreamPublisher, publish, stream, sums
 from tests.support.scripted_instance import sample
 from tests.support.waiting import wait_for

@@ -9,8 +9,8 @@ from async_rl.config.pool_section import PublishSection
 from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable
 from async_rl.rollouts.publish.instance_update import announcement, put_in_service, receive
 from async_rl.shared.protocol.inference import UpdateInfo
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.sender import WeightSender, WeightSource
-from async_rl.shared.weights.stream import TensorSpec
 
 INFO = UpdateInfo(names=["a"], dtype_names=["float32"], shapes=[[2]])
 FROM_SNAPSHOT = INFO.model_copy(update={"snapshot": "/dev/shm/run.v1.safetensors"})

@@ -16,8 +16,8 @@ from async_rl.errors import LeaderFailed, ProducerLost, PublishError
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.publish.remote_sender import RemoteSender, serve
 from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.sender import WeightSender, WeightSource
-from async_rl.shared.weights.stream import TensorSpec
 from tests.support.publishing import SPECS, Publishing, StreamPublisher, publish, remote, stream, sums
 
 pytestmark = pytest.mark.distributed

@@ -16,8 +16,9 @@ from async_rl.errors import PublishError
 from async_rl.shared.weights import collectives
 from async_rl.shared.weights import stream as weight_stream
 from async_rl.shared.weights.collectives import NUM_IN_FLIGHT, Collectives, TimedOut
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.store import StoreServer, join_rendezvous
-from async_rl.shared.weights.stream import TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import WeightGroup
 
 TIMEOUT_S = 1.0
 SOON_S = 60.0

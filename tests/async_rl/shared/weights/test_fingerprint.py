@@ -8,7 +8,7 @@ import pytest
 import torch
 import xxhash
 
-from async_rl.shared.weights.stream import BLOCK_WORDS, DeviceFingerprint, Fingerprint, TensorSpec
+from async_rl.shared.weights.fingerprint import BLOCK_WORDS, DeviceFingerprint, Fingerprint, TensorSpec
 from tests.support.stream_receiver import make_tensors
 
 
@@ -96,7 +96,7 @@ def test_the_sums_on_a_device_do_not_depend_on_where_the_bytes_are(
     summed_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor may begin at any byte of a message, and a large one is summed without a copy of it."""
-    monkeypatch.setattr("async_rl.shared.weights.stream.SUMMED_BYTES", summed_bytes)
+    monkeypatch.setattr("async_rl.shared.weights.fingerprint.SUMMED_BYTES", summed_bytes)
     sizes = (5, 256, 3, 63, 128, 1)
     generator = torch.Generator().manual_seed(0)
     message = torch.randint(256, (sum(sizes),), dtype=torch.uint8, generator=generator)

@@ -22,10 +22,11 @@ from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
 from async_rl.shared.weights import ipc
 from async_rl.shared.weights.collectives import TimedOut
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.ipc import FILE_NAME, RECORD, DeviceMemory, HandOver, Record, ipc_backend
 from async_rl.shared.weights.sender import WeightSender, WeightSource
 from async_rl.shared.weights.store import RendezvousStore, StoreServer, join_rendezvous, lost_key
-from async_rl.shared.weights.stream import TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import WeightGroup
 from tests.support import stream_receiver
 from tests.support.stream_receiver import HOST, KEY, SECRET, make_tensors
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from async_rl.errors import ConfigError, PublishError
+from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec
 from async_rl.shared.weights.snapshot import DTYPE_CODES, SnapshotWriter, read_snapshot
-from async_rl.shared.weights.stream import Fingerprint, TensorSpec
 
 Item = tuple[TensorSpec, torch.Tensor]
 

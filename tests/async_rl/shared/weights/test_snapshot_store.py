@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from async_rl.errors import ConfigError
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.snapshot import read_snapshot
 from async_rl.shared.weights.snapshot_store import SnapshotStore
-from async_rl.shared.weights.stream import TensorSpec
 
 SPEC = TensorSpec("a", "float32", (2,))
 

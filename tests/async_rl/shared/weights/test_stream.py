@@ -13,8 +13,9 @@ import xxhash
 
 from async_rl.errors import ConfigError, PublishError
 from async_rl.shared.weights.collectives import make_group
+from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.store import StoreServer, join_rendezvous
-from async_rl.shared.weights.stream import TensorSpec, WeightGroup, buckets
+from async_rl.shared.weights.stream import WeightGroup, buckets
 from tests.support import stream_receiver
 from tests.support.stream_receiver import HOST, KEY, SECRET, make_tensors
 

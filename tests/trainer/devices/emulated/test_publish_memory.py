@@ -9,8 +9,9 @@ import torch
 from async_rl.checks.forecast import memory
 from async_rl.checks.forecast.instance_memory import RECEIVED_MESSAGES
 from async_rl.shared.weights import stream
+from async_rl.shared.weights.fingerprint import TensorSpec, fingerprint_on
 from async_rl.shared.weights.store import StoreServer
-from async_rl.shared.weights.stream import TensorSpec, WeightGroup
+from async_rl.shared.weights.stream import WeightGroup
 from tests.support.devices.emulated.process import on_emulated_npu
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -46,7 +47,7 @@ def test_a_sender_stays_within_the_forecast() -> None:
 
 
 def receive(group: WeightGroup, weights: list[torch.Tensor], into: dict[str, torch.Tensor]) -> str:
-    fingerprint = stream.fingerprint_on(group.device)
+    fingerprint = fingerprint_on(group.device)
     for own, (spec, tensor) in zip(weights, group.receive(SPECS, stream.DEVICE_BUCKET_BYTES, into), strict=True):
         fingerprint.add(spec, tensor if into else own.copy_(tensor))
     return fingerprint.hexdigest()
