@@ -13,13 +13,7 @@ from typing import Literal
 import aiohttp
 from pydantic import BaseModel
 
-from async_rl.errors import (
-    InstanceError,
-    InstanceRefused,
-    InstanceStalled,
-    InstanceTooSlow,
-    StaleWeights,
-)
+from async_rl.errors import InstanceError, InstanceRefused, InstanceStalled, InstanceTooSlow, StaleWeights
 from async_rl.method.types import WeightVersion
 from async_rl.rollouts.instance.answer_bytes import event_payloads, frame_payloads, whole_body
 from async_rl.rollouts.instance.connections import Connections

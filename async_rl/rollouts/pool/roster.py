@@ -27,8 +27,8 @@ from async_rl.errors import (
 )
 from async_rl.method.types import WeightVersion
 from async_rl.rollouts.instance.client import InstanceClient
-from async_rl.rollouts.instance.http import STARTED
 from async_rl.rollouts.instance.connections import Connections
+from async_rl.rollouts.instance.http import STARTED
 from async_rl.rollouts.instance.model_tokens import ModelTokens
 from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.pool.membership import Event, InstanceEntry, Membership, Transition
