@@ -7,8 +7,20 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from async_rl.errors import ConfigError
 from async_rl.shared.layer_windows import FULL, SLIDING, unheld_windows
-from async_rl.shared.model_families import BIAS_KEYS, ORIGINAL, QUERY_BETA, ROPE_KEYS, ROPE_KINDS, Family
+from async_rl.shared.model_families import (
+    BESIDE_IMAGES,
+    BIAS_KEYS,
+    ORIGINAL,
+    QUERY_BETA,
+    ROPE_KEYS,
+    ROPE_KINDS,
+    SAME_AS,
+    SAVE_TEXT,
+    TABLE,
+    Family,
+)
 
 UNREAD: Mapping[str, Mapping[str, Any]] = {
     "deepseek": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
@@ -21,6 +33,35 @@ UNREAD: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Keys of config.json that transformers does not read, by kind of experts, and the only values that it holds."""
+
+
+FAMILIES = tuple(TABLE)
+"""`model_type` of the models that the trainer supports."""
+
+
+def family_of(config: Mapping[str, Any], named: str) -> str:
+    """The family, all of whose features are supported.
+
+    Raises:
+        ConfigError: it is another one, or has another feature.
+    """
+    name = config.get("model_type")
+    family = SAME_AS.get(name, name) if isinstance(name, str) else name
+    if not isinstance(family, str) or family not in FAMILIES:
+        if isinstance(family, str) and family in BESIDE_IMAGES:
+            raise ConfigError(
+                f"{named} has model_type {family!r}, a model with images, which the trainer does not support: expected "
+                f"{BESIDE_IMAGES[family]!r}; {SAVE_TEXT}"
+            )
+        raise ConfigError(
+            f"{named} has model_type {family!r}, which the trainer does not support: expected one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    for found, expected in not_held(config, TABLE[family]):
+        raise ConfigError(
+            f"{named} has {found} in its config.json, which the trainer does not support: expected {expected}"
+        )
+    return family
 
 
 def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from async_rl.shared.model_families import (
     HEAD_DIM,
     MULTIPLIERS,
     ORIGINAL,
+    QUERY_BETA,
     QUERY_SCALAR,
     ROPE_KINDS,
     Family,
@@ -285,3 +286,70 @@ def read_rotary_share(
             raise damaged(named, "rotary_dim", rotated, f"a number from 1 to head_dim = {head_dim}")
         return rotated / head_dim
     return traits.rotary_share
+
+
+def require_whole_groups(heads: int, kv_heads: int, named: str) -> None:
+    """
+    Raises:
+        ConfigError: key / value heads do not divide the attention heads.
+    """
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{named} has num_attention_heads = {heads} and num_key_value_heads = {kv_heads} in its config.json, "
+            "which do not divide: download it again"
+        )
+
+
+def require_pairs(num_rotated: int, latents: Latents | None, named: str) -> None:
+    """
+    Raises:
+        ConfigError: rotary embeddings turn pairs of dimensions, and these are none.
+    """
+    if num_rotated < 2 or num_rotated % 2:
+        keys = "head_dim and partial_rotary_factor" if latents is None else "qk_rope_head_dim"
+        raise ConfigError(
+            f"{named} rotates {num_rotated} dimensions of a head ({keys} of its config.json): expected an even number "
+            "from 2; download it again"
+        )
+
+
+def read_query_scaling(rope: Mapping[str, Any], named: str) -> tuple[float, float]:
+    """(b, n) of `ModelShape.query_scaling`."""
+    return positive(named, QUERY_BETA, rope[QUERY_BETA]), positive(named, ORIGINAL, rope[ORIGINAL])
+
+
+def read_added_features(config: Mapping[str, Any], traits: Family, named: str) -> frozenset[str]:
+    """Features of `model_families` that a key of the config switches on."""
+    return frozenset(
+        feature
+        for key, features in traits.features_of.items()
+        if flag(named, key, config, default=key in traits.true)
+        for feature in features
+    )
+
+
+NOPE_INTERVAL = 4
+"""Of smollm3, where config.json leaves it out: every fourth layer has no rotary embedding."""
+
+
+def read_unrotated_layers(config: Mapping[str, Any], num_layers: int, named: str) -> frozenset[int]:
+    """Layers without rotary embeddings, from 1: of smollm3 those where `no_rope_layers` has a 0."""
+    if config.get("model_type") != "smollm3":
+        return frozenset()
+    marks = config.get("no_rope_layers")
+    if marks is None:
+        interval = config.get("no_rope_layer_interval", NOPE_INTERVAL)
+        if type(interval) is not int or interval < 1:
+            raise damaged(named, "no_rope_layer_interval", interval, "a number from 1")
+        marks = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
+    if not isinstance(marks, list) or len(marks) < num_layers or any(mark not in (0, 1) for mark in marks):
+        raise damaged(named, "no_rope_layers", marks, f"a 0 or 1 for each of its {num_layers} layers")
+    return frozenset(layer for layer in range(1, num_layers + 1) if not marks[layer - 1])
+
+
+def read_num_predictors(config: Mapping[str, Any], traits: Family) -> int:
+    """Layers for multi-token prediction that a checkpoint may have after the last one."""
+    found = config.get("num_mtp_modules", 0) if traits.experts == "minimax" else 0
+    if traits.experts == "deepseek":
+        found = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 1))
+    return found if type(found) is int else 0

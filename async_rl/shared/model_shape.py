@@ -9,29 +9,22 @@ from dataclasses import dataclass, replace
 from math import log
 from typing import Any, NamedTuple
 
-from async_rl.errors import ConfigError
 from async_rl.shared.layer_windows import window_of, windowed_layers
 from async_rl.shared.model_families import (
-    BESIDE_IMAGES,
     GELU,
     HEAD_DIM,
     JOINT_QK_NORM,
     KV_HEADS,
     MLP_BIAS,
-    ORIGINAL,
     OUT_BIAS,
     OUT_GATE,
     QK_NORM,
     QKV_BIAS,
-    QUERY_BETA,
-    SAME_AS,
-    SAVE_TEXT,
     SINKS,
     TABLE,
-    Family,
     Norms,
 )
-from async_rl.shared.model_limits import not_held, rope_of
+from async_rl.shared.model_limits import family_of, rope_of
 from async_rl.shared.model_parts import (
     LARGEST_SIZE,
     DeltaNet,
@@ -42,20 +35,20 @@ from async_rl.shared.model_parts import (
     damaged,
     flag,
     positive,
+    read_added_features,
     read_delta,
     read_experts,
     read_latents,
     read_local_rope,
     read_multipliers,
+    read_num_predictors,
+    read_query_scaling,
     read_rope,
     read_rotary_share,
+    read_unrotated_layers,
+    require_pairs,
+    require_whole_groups,
 )
-
-FAMILIES = tuple(TABLE)
-"""`model_type` of the models that the trainer supports."""
-
-NOPE_INTERVAL = 4
-"""Of smollm3, where config.json leaves it out: every fourth layer has no rotary embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +98,7 @@ class ModelShape:
             ConfigError: a family or a feature is not supported, a size is missing or no positive integer, or heads do
                 not divide.
         """
-        family = _family_of(config, named)
+        family = family_of(config, named)
         traits = TABLE[family]
 
         def size(*keys: str, default: int | None = None) -> int:
@@ -122,21 +115,13 @@ class ModelShape:
             return size(key, default=default or derived)
 
         kv_heads = heads_size(KV_HEADS, traits.kv_heads, heads)
-        if heads % kv_heads:
-            raise ConfigError(
-                f"{named} has num_attention_heads = {heads} and num_key_value_heads = {kv_heads} in its config.json, "
-                "which do not divide: download it again"
-            )
+        require_whole_groups(heads, kv_heads, named)
         latents = read_latents(config, size, named) if traits.has_latents else None
-        num_predictors = config.get("num_mtp_modules", 0) if traits.experts == "minimax" else 0
-        if traits.experts == "deepseek":
-            num_predictors = config.get("num_nextn_predict_layers", config.get("num_mtp_layers", 1))
         _, rope = rope_of(config, traits)
-        theta = rope.get("rope_theta", config.get("rope_theta", traits.theta))
         head_dim = heads_size(HEAD_DIM, traits.head_dim, hidden // heads) if latents is None else latents.head_dim
         rotary_share = read_rotary_share(config, rope, traits, head_dim, named)
-        _require_pairs(latents.rope_dim if latents else int(head_dim * rotary_share), latents, named)
-        unrotated = _unrotated_layers(config, size("num_hidden_layers"), named)
+        require_pairs(latents.rope_dim if latents else int(head_dim * rotary_share), latents, named)
+        unrotated = read_unrotated_layers(config, size("num_hidden_layers"), named)
         experts = read_experts(config, traits, size, named)
         dense_size = experts.ffn_size if experts is not None and not traits.has_dense_size else None
         windowed = windowed_layers(config, traits, size("num_hidden_layers"), unrotated)
@@ -150,21 +135,21 @@ class ModelShape:
             head_dim=head_dim,
             vocab_size=size("vocab_size"),
             norm_eps=positive(named, "rms_norm_eps", config.get("rms_norm_eps", traits.norm_eps)),
-            rope_theta=positive(named, "rope_theta", theta),
+            rope_theta=positive(named, "rope_theta", rope.get("rope_theta", config.get("rope_theta", traits.theta))),
             rope=read_rope(config, rope, named),
             tied=flag(named, "tie_word_embeddings", config, default=traits.tied),
             experts=experts,
             latents=latents,
             delta=read_delta(config, size, named) if traits.delta else None,
             rotary_share=rotary_share,
-            num_predictors=num_predictors if type(num_predictors) is int else 0,
+            num_predictors=read_num_predictors(config, traits),
             unrotated_layers=unrotated,
             window=window_of(config, traits.windows) if windowed else None,
             windowed_layers=windowed,
             local_rope=read_local_rope(config, traits, named),
-            added_features=_added_features(config, traits, named),
+            added_features=read_added_features(config, traits, named),
             multipliers=read_multipliers(config, traits, hidden, named),
-            query_scaling=_query_scaling(rope, named) if traits.scales_queries else None,
+            query_scaling=read_query_scaling(rope, named) if traits.scales_queries else None,
         )
 
     def as_critic(self) -> "ModelShape":
@@ -381,65 +366,3 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
         stages.append(range(first, first + least + (stage in larger)))
         first = stages[-1].stop
     return stages
-
-
-def _require_pairs(num_rotated: int, latents: Latents | None, named: str) -> None:
-    if num_rotated < 2 or num_rotated % 2:
-        keys = "head_dim and partial_rotary_factor" if latents is None else "qk_rope_head_dim"
-        raise ConfigError(
-            f"{named} rotates {num_rotated} dimensions of a head ({keys} of its config.json): expected an even number "
-            "from 2; download it again"
-        )
-
-
-def _query_scaling(rope: Mapping[str, Any], named: str) -> tuple[float, float]:
-    return positive(named, QUERY_BETA, rope[QUERY_BETA]), positive(named, ORIGINAL, rope[ORIGINAL])
-
-
-def _family_of(config: Mapping[str, Any], named: str) -> str:
-    """The family, all of whose features are supported.
-
-    Raises:
-        ConfigError: it is another one, or has another feature.
-    """
-    name = config.get("model_type")
-    family = SAME_AS.get(name, name) if isinstance(name, str) else name
-    if not isinstance(family, str) or family not in FAMILIES:
-        if isinstance(family, str) and family in BESIDE_IMAGES:
-            raise ConfigError(
-                f"{named} has model_type {family!r}, a model with images, which the trainer does not support: expected "
-                f"{BESIDE_IMAGES[family]!r}; {SAVE_TEXT}"
-            )
-        raise ConfigError(
-            f"{named} has model_type {family!r}, which the trainer does not support: expected one of "
-            f"{', '.join(FAMILIES)}"
-        )
-    for found, expected in not_held(config, TABLE[family]):
-        raise ConfigError(
-            f"{named} has {found} in its config.json, which the trainer does not support: expected {expected}"
-        )
-    return family
-
-
-def _added_features(config: Mapping[str, Any], traits: Family, named: str) -> frozenset[str]:
-    return frozenset(
-        feature
-        for key, features in traits.features_of.items()
-        if flag(named, key, config, default=key in traits.true)
-        for feature in features
-    )
-
-
-def _unrotated_layers(config: Mapping[str, Any], num_layers: int, named: str) -> frozenset[int]:
-    """Layers without rotary embeddings, from 1: of smollm3 those where `no_rope_layers` has a 0."""
-    if config.get("model_type") != "smollm3":
-        return frozenset()
-    marks = config.get("no_rope_layers")
-    if marks is None:
-        interval = config.get("no_rope_layer_interval", NOPE_INTERVAL)
-        if type(interval) is not int or interval < 1:
-            raise damaged(named, "no_rope_layer_interval", interval, "a number from 1")
-        marks = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
-    if not isinstance(marks, list) or len(marks) < num_layers or any(mark not in (0, 1) for mark in marks):
-        raise damaged(named, "no_rope_layers", marks, f"a 0 or 1 for each of its {num_layers} layers")
-    return frozenset(layer for layer in range(1, num_layers + 1) if not marks[layer - 1])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.method.proof.gap_limits import noise_scale
-from async_rl.shared.model_shape import FAMILIES
+from async_rl.shared.model_limits import FAMILIES
 from tests.support.chat_tokenizer import make_chat_model
 from tests.support.local_run import Run
 from tests.support.rollout_program import use_program

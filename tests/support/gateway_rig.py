@@ -61,7 +61,7 @@ class GatewayRig:
         name = f"rollout-{len(self.rollouts)}"
 
         async def begin() -> Rollout:
-            session = self.sessions.open(Prompt("0", TokenIds((3, 9)), {}), VERSION, seed, name, 10.0)
+            session = RolloutSession(self.sessions, Prompt("0", TokenIds((3, 9)), {}), VERSION, seed, name, 10.0)
             closing = ExitStack()
             return Rollout(self, session, closing.enter_context(self.gateway.serving(session)), closing)
 

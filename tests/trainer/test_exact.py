@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from async_rl.checks.preflight.model import read_shape
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.method.types import Group, Prompt, Response, RolloutFacts, WeightSpan
-from async_rl.rollouts.agents.session import Sessions
+from async_rl.rollouts.agents.session import RolloutSession, Sessions
 from async_rl.rollouts.groups.trajectory import Trajectory
 from async_rl.rollouts.instance.partial_rollout import PartialRollout, request_of
 from async_rl.shared.cpu.exact import ROW_MULTIPLE
@@ -316,7 +316,7 @@ async def roll_out(model: PreTrainedModel, rng: random.Random) -> Group:
     sessions = Sessions(EnginePool(engine, rng), NoTexts(), None, limits)  # type: ignore[arg-type]
 
     async def one(number: int) -> Trajectory:
-        session = sessions.open(prompt, "v", number, str(number), 20.0)
+        session = RolloutSession(sessions, prompt, "v", number, str(number), 20.0)
         contexts = [prompt.token_ids, prompt.token_ids, other]
         for _ in range(5):
             context = rng.choice(contexts)

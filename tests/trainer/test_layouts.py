@@ -20,8 +20,9 @@ from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.method.types import Group
 from async_rl.shared.model_families import TABLE
+from async_rl.shared.model_limits import FAMILIES
 from async_rl.shared.model_parts import Experts
-from async_rl.shared.model_shape import FAMILIES, ModelShape
+from async_rl.shared.model_shape import ModelShape
 from tests.support.trainer.bf16_bound import bound, roundings
 from tests.support.trainer.layout_comparison import OneRank, compare, shares_of_bound
 from tests.support.trainer.layout_matrix import (

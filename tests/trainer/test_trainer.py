@@ -11,7 +11,7 @@ import torch
 from async_rl.errors import ConfigError
 from async_rl.method.types import Group
 from async_rl.records.samples import NUM_GROUPS, NUM_ROLLOUTS
-from async_rl.shared.model_shape import FAMILIES
+from async_rl.shared.model_limits import FAMILIES
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]

@@ -2,14 +2,19 @@
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from async_rl.method.types import Response
 from async_rl.rollouts.agents.messages import Tool
-from async_rl.rollouts.agents.turn import Limit, Turn
+from async_rl.rollouts.agents.rendering import Renderer
+from async_rl.rollouts.agents.turn import Limit, Turn, parsed_message, plain_message
 from async_rl.rollouts.agents.turn_tree import TurnContext
+from async_rl.rollouts.groups.sampling import Decode
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -29,6 +34,22 @@ class Generation:
     task: "asyncio.Task[tuple[Response, dict[str, Any]]]" = field(init=False)
     num_waiting: int = 0
     turn: Turn | None = None
+
+    def message(self, response: Response, renderer: Renderer, texts_of: Decode) -> dict[str, Any]:
+        """What was sampled, as a chat message: as the renderer parses it, or as text."""
+        sampled = response.token_ids
+        if self.request.conversation is None:
+            return plain_message(texts_of([sampled])[0], self.stop)
+        try:
+            message, calls = renderer.parse(self.request.context, sampled, self.tools)
+        except Exception as error:
+            # Whatever a policy in training samples must not end the run; it may do so at every turn.
+            log.warning(
+                "%s: the renderer cannot parse what was sampled, which is passed on as text: %s: %.200s",
+                *(self.task.get_name(), type(error).__name__, error),
+            )
+            return plain_message(texts_of([sampled])[0], self.stop)
+        return parsed_message(message, calls, self.stop, (self.digest, self.occurrence))
 
 
 class Generations:

@@ -274,7 +274,9 @@ class ProgramGroupMaker:
             while True:
                 num_runs += 1
                 name = f"{place.request}-{num_runs}"
-                session = sessions.open(place.prompt, place.version, place.seed, name, expected_tokens, session)
+                session = RolloutSession(
+                    sessions, place.prompt, place.version, place.seed, name, expected_tokens, session
+                )
                 try:
                     trajectory = await self._run(place, session)
                 except ProgramInterrupted:

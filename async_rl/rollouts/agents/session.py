@@ -13,7 +13,6 @@ limit, `close`), or by a failure of the pool, which is the run's and stands in `
 
 import asyncio
 import itertools
-import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,8 +32,6 @@ from async_rl.rollouts.agents.turn import (
     LimitReached,
     SessionClosed,
     Turn,
-    parsed_message,
-    plain_message,
     require_well_formed,
 )
 from async_rl.rollouts.agents.turn_limits import TurnLimits, Used, least_tokens
@@ -48,8 +45,6 @@ from async_rl.rollouts.pool.router import Cached
 
 __all__ = ["InvalidRequest", "LimitReached", "NothingSampled", "RolloutSession", "SessionClosed", "Sessions", "Turn"]
 
-log = logging.getLogger(__name__)
-
 
 class NothingSampled(Exception):
     """The program ended before the policy had said anything, so there is nothing to train."""
@@ -57,7 +52,7 @@ class NothingSampled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """What all rollouts of a run share; opens their sessions."""
+    """What all sessions of a run share."""
 
     pool: InferencePool
     tokenizer: Tokenizer
@@ -70,29 +65,17 @@ class Sessions:
     router_replay: bool = False
     """Whether instances report the experts of each token of a turn, and of what is before it."""
 
-    def open(
-        self,
-        prompt: Prompt,
-        version: WeightVersion,
-        seed: int,
-        name: str,
-        expected_tokens: float,
-        earlier: "RolloutSession | None" = None,
-    ) -> "RolloutSession":
-        """A session of one rollout of `prompt`.
-
-        Args:
-            seed: of the rollout; the seeds of its turns are derived from it.
-            name: unique in the run, for the requests to instances.
-            expected_tokens: of one turn.
-            earlier: the session of a run of this rollout that failed: turns that were sampled there are not sampled
-                again, so that the program meets the same ones, whatever the engine.
-        """
-        return RolloutSession(self, prompt, version, seed, name, expected_tokens, earlier)
-
 
 class RolloutSession:
-    """The turns of one rollout; made by `Sessions.open`."""
+    """The turns of one rollout of `prompt`.
+
+    Args:
+        seed: of the rollout; the seeds of its turns are derived from it.
+        name: unique in the run, for the requests to instances.
+        expected_tokens: of one turn.
+        earlier: the session of a run of this rollout that failed: turns that were sampled there are not sampled again,
+            so that the program meets the same ones, whatever the engine.
+    """
 
     def __init__(
         self,
@@ -299,7 +282,7 @@ class RolloutSession:
         response = await self._sample(generation)
         async with self._one_by_one:
             message = await self._shared.text_executor.run(
-                lambda: self._message(generation, response), len(response.token_ids)
+                lambda: generation.message(response, self._shared.renderer, self._texts), len(response.token_ids)
             )
         return response, message
 
@@ -390,21 +373,6 @@ class RolloutSession:
         except LimitReached as reached:
             self._reach(reached.limit)
             raise
-
-    def _message(self, generation: Generation, response: Response) -> dict[str, Any]:
-        conversation, sampled, stop = generation.request.conversation, response.token_ids, generation.stop
-        if conversation is None:
-            return plain_message(self._texts([sampled])[0], stop)
-        try:
-            message, calls = self._shared.renderer.parse(generation.request.context, sampled, generation.tools)
-        except Exception as error:
-            # Whatever a policy in training samples must not end the run; it may do so at every turn.
-            log.warning(
-                "%s: the renderer cannot parse what was sampled, which is passed on as text: %s: %.200s",
-                *(self._name, type(error).__name__, error),
-            )
-            return plain_message(self._texts([sampled])[0], stop)
-        return parsed_message(message, calls, stop, (generation.digest, generation.occurrence))
 
     def _texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         return self._shared.tokenizer.batch_decode(

@@ -36,8 +36,9 @@ from transformers import (
 from async_rl.errors import ConfigError
 from async_rl.shared.layer_windows import FULL, SLIDING
 from async_rl.shared.model_families import ORIGINAL, QKV_BIAS, QUERY_BETA
+from async_rl.shared.model_limits import FAMILIES
 from async_rl.shared.model_parts import Experts, Multipliers, Rope
-from async_rl.shared.model_shape import FAMILIES, ModelShape, stage_layers
+from async_rl.shared.model_shape import ModelShape, stage_layers
 from tests.support.tiny_model import CLAMPED_EXPERTS, DEEPSEEKS_EXPERTS, LATENTS, MODEL_SIZE, UNGROUPED_EXPERTS
 from tests.support.tiny_model import FAMILIES as TINY
 

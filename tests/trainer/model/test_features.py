@@ -20,7 +20,7 @@ from async_rl.checks.preflight.model import ModelFiles, require_supported
 from async_rl.errors import ConfigError
 from async_rl.method.types import Group
 from async_rl.shared.model_families import TABLE
-from async_rl.shared.model_shape import FAMILIES
+from async_rl.shared.model_limits import FAMILIES
 from tests.support.tiny_model import FAMILIES as CLASSES
 from tests.support.tiny_model import MODEL_SIZE, make_tiny_model
 from trainer.forward_backward import make_passes

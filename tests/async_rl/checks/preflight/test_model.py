@@ -16,7 +16,7 @@ from async_rl.checks.preflight.model_room import require_fit, require_tokens, wi
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.shared.model_shape import FAMILIES
+from async_rl.shared.model_limits import FAMILIES
 from tests.support.minimal_config import minimal_tree
 from tests.support.published_models import CONFIGS, WEIGHTS
 from tests.support.tiny_model import CLAMPED_EXPERTS, DEEPSEEKS_EXPERTS, LATENTS

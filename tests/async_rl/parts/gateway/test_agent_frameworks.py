@@ -10,6 +10,7 @@ from async_rl.method.types import Prompt
 from async_rl.parts.gateway.command_program import CommandProgram
 from async_rl.parts.gateway.programs import ServedProgram
 from async_rl.rollouts.agents.program import ProgramPrompt, RolloutResult
+from async_rl.rollouts.agents.session import RolloutSession
 from async_rl.rollouts.groups.trajectory import Trajectory
 from tests.support.gateway_rig import VERSION, GatewayRig
 from tests.support.rollout_settings import rollout_section
@@ -66,7 +67,7 @@ def run_agent(rig: GatewayRig, code: str, folder: Path) -> tuple[RolloutResult, 
     program = ServedProgram(CommandProgram(config), rig.gateway)
 
     async def roll_out() -> tuple[RolloutResult, Trajectory]:
-        session = rig.sessions.open(Prompt("p", (3, 9), {}), VERSION, 7, "rollout", 10.0)
+        session = RolloutSession(rig.sessions, Prompt("p", (3, 9), {}), VERSION, 7, "rollout", 10.0)
         shown = ProgramPrompt(prompt_id="p", token_ids=(3, 9), row={"question": "1 + 2?"})
         result = await program.run(shown, session)
         return result, session.finish(result.reward)

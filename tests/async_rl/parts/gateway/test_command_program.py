@@ -13,6 +13,7 @@ from async_rl.method.types import Prompt
 from async_rl.parts.gateway.command_program import CommandProgram
 from async_rl.parts.gateway.programs import ServedProgram
 from async_rl.rollouts.agents.program import ProgramFailed, ProgramPrompt, RolloutResult
+from async_rl.rollouts.agents.session import RolloutSession
 from async_rl.rollouts.groups.trajectory import Trajectory
 from tests.support.full_disk import largest_file
 from tests.support.gateway_rig import VERSION, GatewayRig
@@ -51,7 +52,7 @@ def run(rig: GatewayRig, tmp_path: Path) -> Callable[..., tuple[RolloutResult, T
         program = ServedProgram(CommandProgram(config), rig.gateway)
 
         async def roll_out() -> tuple[RolloutResult, Trajectory]:
-            session = rig.sessions.open(Prompt("p", (3, 9), {}), VERSION, 7, "rollout", 10.0)
+            session = RolloutSession(rig.sessions, Prompt("p", (3, 9), {}), VERSION, 7, "rollout", 10.0)
             await program.start()
             shown = ProgramPrompt(prompt_id="p", token_ids=(3, 9), row=ROW, messages=[{"role": "user"}], seed=7)
             result = await program.run(shown, session)

@@ -19,6 +19,7 @@ import pytest
 from async_rl.method.types import Prompt
 from async_rl.parts.gateway.programs import ServedProgram
 from async_rl.rollouts.agents.program import ProgramFailed, ProgramPrompt, RolloutResult
+from async_rl.rollouts.agents.session import RolloutSession
 from async_rl.rollouts.agents.worker_programs import WorkerProgram
 from async_rl.rollouts.groups.trajectory import Trajectory
 from async_rl.shared.event_loop import EventLoopThread
@@ -133,7 +134,7 @@ class Stage:
         return self.rig.loop.run(play_all())
 
     async def _play(self, task: dict[str, Any]) -> tuple[RolloutResult, Trajectory]:
-        session = self.rig.sessions.open(Prompt("p", (3, 9), {}), VERSION, 7, "rollout", 10.0)
+        session = RolloutSession(self.rig.sessions, Prompt("p", (3, 9), {}), VERSION, 7, "rollout", 10.0)
         row = {"prompt": "?", "task": {"prompt": "number?", **task}}
         result = await self.program.run(ProgramPrompt(prompt_id="p", token_ids=(3, 9), row=row), session)
         return result, session.finish(result.reward)

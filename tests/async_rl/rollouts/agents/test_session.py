@@ -59,7 +59,7 @@ def opened(sessions: Sessions, seed: int = 1, earlier: RolloutSession | None = N
     if settings:
         rollout = sessions.rollout.model_copy(update=settings)
         sessions = replace(sessions, rollout=rollout)
-    return sessions.open(Prompt("row0", (20, 68), {}), "v1", seed, "n", 8.0, earlier)
+    return RolloutSession(sessions, Prompt("row0", (20, 68), {}), "v1", seed, "n", 8.0, earlier)
 
 
 def run(make: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

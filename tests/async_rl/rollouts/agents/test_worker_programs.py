@@ -162,7 +162,7 @@ class Runs:
         self.sessions = Sessions(self.pool, tokenizer, TemplateRenderer(tokenizer), rollout)
 
     def open(self, seed: int = 1) -> RolloutSession:
-        return self.sessions.open(Prompt("row0", (20, 68), {}), "v1", seed, "n", 8.0)
+        return RolloutSession(self.sessions, Prompt("row0", (20, 68), {}), "v1", seed, "n", 8.0)
 
     async def run(
         self, does: str, session: RolloutSession | None = None, timeout_s: float = 30.0, **row: Any
