@@ -183,7 +183,7 @@ class MegatronTrainer:
             require_known_tokens(group, self._shape.vocab_size)
             if self._algorithm.needs.whole_groups:
                 require_one_micro_batch(group, self._section.micro_batch_tokens, self._config.name)
-        self.turns.take()
+        self.turns.onload()
         for frozen in self._frozen:
             frozen.prefetch()
         with_gradient, without = by_gradient(window, self._algorithm.has_gradient)
@@ -237,7 +237,7 @@ class MegatronTrainer:
             UpdatesRoundedAway: on all ranks, if the last publishes were without what an adapter has learned.
         """
         # A replica that got no group has not needed its memory until now.
-        self.turns.take()
+        self.turns.onload()
         totals = self._own_totals() if self._parallel.reports else {}
         merges = {} if self._merges is None else self._merges.own()
         of_ranks = self._parallel.gather_json([totals, memory_peaks(self._parallel.device.DEVICE), merges])
@@ -299,7 +299,7 @@ class MegatronTrainer:
             self._refresh_old()
         if self.critic is not None:
             self.critic.refresh_old()
-        self.turns.give_up()
+        self.turns.offload()
 
     def save_hf(self, path: Path) -> None:
         """Writes the policy as a Hugging Face checkpoint to `path`."""

@@ -47,7 +47,7 @@ class Turns:
         """Whether the instances have the device."""
         return self._is_away
 
-    def give_up(self) -> None:
+    def offload(self) -> None:
         """Between two batches: everything goes to the host, but for the gradient sums, which are 0."""
         if not self._takes_turns or self._is_away:
             return
@@ -60,7 +60,7 @@ class Turns:
         self._is_away = True
         self._give_back()
 
-    def take(self) -> None:
+    def onload(self) -> None:
         """Everything comes back: weights first; the optimizers' states arrive while windows are trained.
 
         Raises:

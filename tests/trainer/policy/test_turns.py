@@ -98,7 +98,7 @@ def test_weights_that_are_changed_meanwhile_stay_changed_until_they_are_restored
     assert torch.equal(now(), true + 1)
     with trainer.turns.weights(changes=True):
         first.data.copy_(true)
-    trainer.turns.take()
+    trainer.turns.onload()
     assert torch.equal(first, true)
 
 

@@ -42,7 +42,7 @@ def main(checkpoint: str, layout: dict[str, Any], parcel_bytes: int, out: Path) 
     part = sum(parameter.nbytes for parameter in model.parameters())
     export = WeightExport(model, parcel_bytes)
     whole = sum(spec.num_bytes for spec in export.specs)
-    trainer.turns.give_up()
+    trainer.turns.offload()
     left = npu.memory_allocated()
     npu.reset_peak_memory_stats()
     with trainer.turns.weights():
