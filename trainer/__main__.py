@@ -132,7 +132,7 @@ def run(config: Config, stop: StopSignal) -> None:
                     session.saving.after_iteration,
                 )
                 # A rank that has failed after the last step is not at work on the model's files.
-                shutdown.meet(may_stop=False)
+                shutdown.synchronize(may_stop=False)
 
             with shutdown.saving(session.saving.save_last):
                 session.recovery.train(train_from)
@@ -159,7 +159,7 @@ def _evaluate_trained(config: Config, session: "Session", shutdown: "Shutdown") 
             config.run.dir / "model",
         )
     # The other ranks stay until the main rank has evaluated.
-    shutdown.meet(may_stop=False)
+    shutdown.synchronize(may_stop=False)
 
 
 @contextmanager

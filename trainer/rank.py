@@ -76,7 +76,7 @@ class TrainingRank:
             Fenced: another trainer has taken over the run; the other ranks raise `LeaderFailed`.
             RunStopped: a rank was requested to end.
         """
-        self._shutdown.meet(may_stop=True)
+        self._shutdown.synchronize(may_stop=True)
         version = f"{self._run_id}-{self._num_publishes}"
         self._num_publishes += 1
         self._megatron.before_publish()

@@ -1,7 +1,7 @@
 """How a run ends early: every rank is notified, all save the last consistent step together, within a time limit.
 
 A rank that fails, or receives SIGTERM, posts this in the process group's store. Leaders check the store before each
-window and while they wait for rollouts; they notify their followers. All ranks then meet and save (`meet` is a
+window and while they wait for rollouts; they notify their followers. All ranks then meet and save (`synchronize` is a
 collective that each rank also calls before whatever it does together with the ranks of other replicas: a publish, the
 proof of a mini-batch, its step, the end; so ranks already waiting there take part). Gradients accumulated in the
 unfinished iteration are discarded.
@@ -76,7 +76,7 @@ class Shutdown:
         if self._store.check([self._key]):
             raise _error(self._store.get(self._key).decode())
 
-    def meet(self, *, may_stop: bool) -> None:
+    def synchronize(self, *, may_stop: bool) -> None:
         """Waits for all ranks, and continues unless one of them has failed or, with `may_stop`, was requested to end.
 
         Raises:
@@ -89,7 +89,7 @@ class Shutdown:
             raise _error(found[0])
 
     def separate(self) -> None:
-        """Until the next `meet` a rank may fail alone; from `meet` to this call, failures are on all ranks."""
+        """Until the next `synchronize` a rank may fail alone; from `synchronize` to this call, failures are on all ranks."""
         self._together = False
 
     @contextmanager
@@ -99,7 +99,7 @@ class Shutdown:
         Raises:
             RunStopped, LeaderFailed: on all ranks, before the body.
         """
-        self.meet(may_stop=False)
+        self.synchronize(may_stop=False)
         yield
         self.separate()
 

@@ -108,7 +108,7 @@ class Rig:
 
     def loop(self, iteration: int) -> None:
         self.begun.append(iteration)
-        self.shutdown.meet(may_stop=True)
+        self.shutdown.synchronize(may_stop=True)
         if not self.faults:
             return
         self.saving.first_unsound, error = self.faults.pop(0)

@@ -44,7 +44,7 @@ def test_nothing_is_raised_while_nobody_ends(make_shutdown: Callable[..., Shutdo
         for _ in range(2):
             shutdown.announce_stop()
             shutdown.watch()
-            shutdown.meet(may_stop=True)
+            shutdown.synchronize(may_stop=True)
             shutdown.separate()
     assert saved == [] and num_watchdogs() == 0
 
@@ -56,8 +56,8 @@ def test_a_rank_that_was_told_to_end_stops_where_it_watches_and_where_all_meet(
     with pytest.raises(RunStopped, match=r"^training rank 0 was told to end \(SIGTERM\)$"):
         shutdown.watch()
     with pytest.raises(RunStopped, match=r"^training rank 0 was told to end \(SIGTERM\)$"):
-        shutdown.meet(may_stop=True)
-    shutdown.meet(may_stop=False)  # in the middle of a step
+        shutdown.synchronize(may_stop=True)
+    shutdown.synchronize(may_stop=False)  # in the middle of a step
 
 
 def test_each_run_of_a_process_has_its_own_end(make_shutdown: Callable[..., Shutdown]) -> None:
@@ -77,7 +77,7 @@ def test_a_named_error_saves_once_and_is_raised_itself(
         saved.append(1)
 
     with pytest.raises(type(error)) as raised, shutdown.saving(save):
-        shutdown.meet(may_stop=True)
+        shutdown.synchronize(may_stop=True)
         if not together:
             shutdown.separate()
         raise error
@@ -92,7 +92,7 @@ def test_a_trainer_that_was_replaced_saves_nothing_and_the_other_ranks_learn_of_
 ) -> None:
     shutdown, saved = make_shutdown(), []
     with pytest.raises(Fenced), shutdown.saving(lambda: saved.append(1)):
-        shutdown.meet(may_stop=True)
+        shutdown.synchronize(may_stop=True)
         if not together:
             shutdown.separate()
         raise Fenced("another trainer has taken over")

@@ -40,7 +40,7 @@ def record(directory: Path, config: Config, stop: StopSignal, *, needs_all: bool
             )
             with shutdown.saving(session.saving.save_last):
                 train(session.train, rank, session.prompts, rollouts, session.ledger, session.recorder)
-                shutdown.meet(may_stop=False)
+                shutdown.synchronize(may_stop=False)
             session.megatron.save_hf(config.run.dir / "model")
 
 

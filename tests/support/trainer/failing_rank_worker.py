@@ -187,7 +187,7 @@ def run_rank(scenario: Scenario, config: Config, groups: list[Group]) -> str:
 
     def train_from(iteration: int) -> None:
         train(config.train, rank, rollouts, rollouts, ledger, recorder, iteration, saving.after_iteration)
-        shutdown.meet(may_stop=False)
+        shutdown.synchronize(may_stop=False)
 
     try:
         with shutdown.saving(saving.save_last):
