@@ -176,7 +176,7 @@ class ProducerService:
         self._recorder = RunRecorder(
             config.run.dir,
             config.train.num_iterations,
-            server.metrics.note,
+            server.metrics.record_iteration,
             self._reward.correct_at,
             self._decode,
             self._require_lease,

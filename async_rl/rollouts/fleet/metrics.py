@@ -67,7 +67,7 @@ LABELS = ("instance", "url")
 
 
 class FleetMetrics(Collector):
-    """Reads the members at every scrape; the loop's records are passed to `note`."""
+    """Reads the members at every scrape; the loop's records are passed to `record_iteration`."""
 
     def __init__(self, members: Callable[[], Sequence[Member]]) -> None:
         self._members = members
@@ -76,7 +76,7 @@ class FleetMetrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def note(self, record: Mapping[str, Any]) -> None:
+    def record_iteration(self, record: Mapping[str, Any]) -> None:
         """Stores the record of one more iteration, which began with a publish; from any thread."""
         self._num_publishes += 1
         self._record = record

@@ -49,7 +49,7 @@ class FleetServer:
         orders: Orders | None = None,
     ) -> None:
         self.metrics = FleetMetrics(lambda: pool.members)
-        """The content of /metrics; its `note` takes the records of the run."""
+        """The content of /metrics; its `record_iteration` takes the records of the run."""
         self.url = ""
         self.port = 0
         """The endpoint's URL and port; known after `start`."""

@@ -30,7 +30,7 @@ def pool() -> Iterator[InferencePool]:
 def exposed(pool: InferencePool) -> dict[str, set[str]]:
     """Sample names at the endpoint, as they are scraped, and the labels of each."""
     metrics = FleetMetrics(lambda: pool.members)
-    metrics.note(dict.fromkeys(RUN_GAUGES, 1))
+    metrics.record_iteration(dict.fromkeys(RUN_GAUGES, 1))
     families = text_string_to_metric_families(metrics.render().decode())
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
 

@@ -45,7 +45,7 @@ def test_ls_shows_every_instance_and_why_it_is_not_ready(make_pool, serve) -> No
     pool.note_useless(pool.members[0], "it said [bold]\x1b[31mno\x1b[0m")
     pool.members[0].num_tokens, pool.members[0].tokens_per_s = 12, 3456.7
     endpoint = serve(pool)
-    endpoint.server.metrics.note({"desired_instances": 3})
+    endpoint.server.metrics.record_iteration({"desired_instances": 3})
     code, output, _ = fleet("ls", "--url", endpoint.url)
     assert code == 0
     lines = output.splitlines()

@@ -76,8 +76,8 @@ def test_instances_come_and_go_with_the_pool(make_pool) -> None:
 def test_a_record_sets_the_gauges_of_the_run(make_pool) -> None:
     metrics = metrics_of(make_pool(A))
     assert metrics.desired_instances is None
-    metrics.note(RECORD | {"iteration": 6, "desired_instances": 9})
-    metrics.note(RECORD)
+    metrics.record_iteration(RECORD | {"iteration": 6, "desired_instances": 9})
+    metrics.record_iteration(RECORD)
     assert metrics.desired_instances == 3
     samples = scrape(metrics)
     assert {name: value for (name, label), value in samples.items() if not label} == {
@@ -94,6 +94,6 @@ def test_a_record_sets_the_gauges_of_the_run(make_pool) -> None:
 
 def test_the_endpoint_shows_the_figures_of_the_last_record(make_pool, serve) -> None:
     endpoint = serve(make_pool(A))
-    endpoint.server.metrics.note(RECORD)
+    endpoint.server.metrics.record_iteration(RECORD)
     assert "\nasync_rl_desired_instances 3.0\n" in endpoint.ask("/metrics")[1]
     assert endpoint.ask("/fleet")[1]["desired_instances"] == 3
