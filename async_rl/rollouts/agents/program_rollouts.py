@@ -193,7 +193,7 @@ class ProgramGroupMaker:
         await self._reward.close()
 
     def take_figures(self) -> Mapping[str, Any]:
-        return self._figures.take()
+        return self._figures.pop_figures()
 
     async def group(self, iteration: int, index: int, prompt: Prompt, version: WeightVersion) -> Group:
         started_s = time.monotonic()
@@ -212,7 +212,7 @@ class ProgramGroupMaker:
         finished, scores = await self._roll_out_all(places, self._sessions, expected)
         trajectories = [each.trajectory for each in finished]
         for each in finished:
-            self._figures.note(
+            self._figures.add_rollout(
                 self._environment_of(prompt), prompt.prompt_id, each.trajectory, each.seconds, each.num_repeats
             )
         self._expected_length.note(prompt.prompt_id, [t.num_tokens / t.num_turns for t in trajectories])

@@ -33,14 +33,16 @@ class RolloutFigures:
         self._program = program
         self._rollouts: list[_Rollout] = []
 
-    def note(self, environment: str, prompt_id: str, trajectory: Trajectory, seconds: float, num_repeats: int) -> None:
+    def add_rollout(
+        self, environment: str, prompt_id: str, trajectory: Trajectory, seconds: float, num_repeats: int
+    ) -> None:
         """Adds a finished rollout: where it ran, its time since it began, and how often it was run again."""
         num_branches, is_truncated = len(trajectory.responses) - 1, trajectory.status == "truncated"
         self._rollouts.append(
             _Rollout(environment, prompt_id, trajectory.num_turns, num_branches, is_truncated, seconds, num_repeats)
         )
 
-    def take(self) -> dict[str, Any]:
+    def pop_figures(self) -> dict[str, Any]:
         """Those of the rollouts since the last call; empty without any.
 
         `rollout_s_p50` and `rollout_s_max` are seconds of a rollout: a batch ends with its slowest one, which is of
