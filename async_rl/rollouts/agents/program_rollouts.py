@@ -215,7 +215,7 @@ class ProgramGroupMaker:
             self._figures.add_rollout(
                 self._environment_of(prompt), prompt.prompt_id, each.trajectory, each.seconds, each.num_repeats
             )
-        self._expected_length.note(prompt.prompt_id, [t.num_tokens / t.num_turns for t in trajectories])
+        self._expected_length.add_lengths(prompt.prompt_id, [t.num_tokens / t.num_turns for t in trajectories])
         return Group(
             iteration=iteration,
             index=index,

@@ -19,7 +19,7 @@ class ExpectedLength:
     def of(self, prompt_id: str) -> float:
         return self._of_prompt.get(prompt_id, self._of_all)
 
-    def note(self, prompt_id: str, lengths: Sequence[float]) -> None:
+    def add_lengths(self, prompt_id: str, lengths: Sequence[float]) -> None:
         """Adds the lengths of a finished group's responses, or of its programs' turns."""
         mean = sum(lengths) / len(lengths)
         self._of_all += (MEMORY_OF_ALL if self._any else 1.0) * (mean - self._of_all)

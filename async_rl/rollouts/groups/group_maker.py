@@ -113,7 +113,7 @@ class SingleTurns:
                 f"prompt {prompt.prompt_id!r}, index {index} of iteration {iteration}: {error}\n"
                 "the instances stay in service: take the prompt out of the data, or repair what it meets there"
             ) from error
-        self._expected_length.note(prompt.prompt_id, [len(response.token_ids) for response in sampled])
+        self._expected_length.add_lengths(prompt.prompt_id, [len(response.token_ids) for response in sampled])
         responses = await self._with_text(sampled, sampling)
         # A reward runs in another process, and reads no routes.
         scored = [replace(r, routes=None, prompt_routes=None) for r in responses] if self._router_replay else responses
