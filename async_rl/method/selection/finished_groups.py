@@ -76,7 +76,7 @@ class SelectedGroups:
             return
         self._missing.remove(group.index)
         self._held[group.index] = group
-        self._selection.note(group.index, group.rewards)
+        self._selection.add_group(group.index, group.rewards)
 
     def _pick(self) -> list[Group]:
         if self._by_index:

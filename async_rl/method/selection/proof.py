@@ -30,7 +30,7 @@ def selection_violations(batch: Batch, num_replicas: int, rows: Sequence[GroupPr
 def _of_share(share: Batch, rows: Sequence[GroupProof]) -> Iterator[str]:
     selection = Selection(share)
     for row in rows:
-        selection.note(row.index, row.rewards)
+        selection.add_group(row.index, row.rewards)
     if not selection.is_decided:
         present = {row.index for row in rows}
         index = next(index for index in sorted(share.prompts) if index not in present)

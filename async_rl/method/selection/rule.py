@@ -23,7 +23,7 @@ class Selection:
         self._quota = share.num_trained
         self._signals: dict[int, bool] = {}
 
-    def note(self, index: int, rewards: Sequence[float]) -> None:
+    def add_group(self, index: int, rewards: Sequence[float]) -> None:
         """A group of the share has finished."""
         self._signals[index] = have_signal(rewards)
 

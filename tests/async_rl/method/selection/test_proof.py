@@ -131,7 +131,7 @@ def test_of_random_batches_exactly_the_right_rows_pass() -> None:
             share = batch.share(rank, size)
             selection = Selection(share)
             for index in share.prompts:
-                selection.note(index, rewards[index])
+                selection.add_group(index, rewards[index])
             rows += [row(index, rewards[index]) for index in selection.in_order()]
             if share.has_reserve:
                 rows += [left_out(index, rewards[index]) for index in selection.left_out()]

@@ -33,7 +33,7 @@ def test_what_is_certain_or_decided_early_is_never_revised() -> None:
         expected = selected(rewards, share.num_trained)
         selection = Selection(share)
         for index in rng.sample(sorted(rewards), len(rewards)):
-            selection.note(index, rewards[index])
+            selection.add_group(index, rewards[index])
             in_order = selection.in_order()
             assert in_order == expected[: len(in_order)], seed
             assert set(in_order) <= selection.certain() <= set(expected), seed
@@ -53,7 +53,7 @@ def test_nothing_that_is_certain_is_held_back() -> None:
         unknown = sorted(share.prompts.keys() - known.keys())
         selection = Selection(share)
         for index, rewards in known.items():
-            selection.note(index, rewards)
+            selection.add_group(index, rewards)
         outcomes = [
             selected(
                 known | {i: (1.0, float(bits >> n & 1)) for n, i in enumerate(unknown)},
