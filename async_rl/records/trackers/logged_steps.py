@@ -22,7 +22,7 @@ class LoggedSteps:
     def is_new(self, kind: str, step: int) -> bool:
         return step > self._last.get(kind, -1)
 
-    def note(self, kind: str, step: int) -> None:
+    def mark_logged(self, kind: str, step: int) -> None:
         """
         Raises:
             WriteFailed: the file cannot be written.

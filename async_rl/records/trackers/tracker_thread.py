@@ -104,7 +104,7 @@ class TrackerThread:
         try:
             call(tracker)
             if self._logged is not None:
-                self._logged.note(kind, step)
+                self._logged.mark_logged(kind, step)
         except BaseException as error:
             self._lose(f"{type(error).__name__}: {error}")
 

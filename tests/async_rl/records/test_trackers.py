@@ -155,7 +155,7 @@ def test_what_a_resumed_run_trains_again_is_not_logged_again(tmp_path: Path) -> 
 
 def test_a_run_keeps_its_key_when_it_resumes_and_a_broken_file_means_a_new_run(tmp_path: Path) -> None:
     first = LoggedSteps(tmp_path, "t")
-    first.note("metrics", 4)
+    first.mark_logged("metrics", 4)
     again = LoggedSteps(tmp_path, "t")
     assert again.key == first.key and not again.is_new("metrics", 4) and again.is_new("metrics", 5)
     assert again.is_new("samples", 0)
