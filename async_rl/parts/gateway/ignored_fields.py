@@ -43,7 +43,7 @@ class IgnoredFields:
         self._neutral = {**NEUTRAL, "temperature": (temperature,)}
         self._logged: set[str] = set()
 
-    def note(self, fields: Mapping[str, Any]) -> None:
+    def log_new(self, fields: Mapping[str, Any]) -> None:
         """The fields of one request that nothing reads."""
         for name, value in fields.items():
             if value is None or name in self._logged or len(self._logged) == MAX_LOGGED:

@@ -160,7 +160,7 @@ class _Api:
         try:
             body = await _read(request)
             asked = api_form.read(body)
-            self._ignored.note(asked.model_extra or {})
+            self._ignored.log_new(asked.model_extra or {})
             idempotency_key = request.headers.get(IDEMPOTENCY_KEY)
             is_retry = idempotency_key is not None or request.headers.get(RETRY_COUNT, "0") != "0"
             digest = _digest(body, api_form.route, idempotency_key or "")
