@@ -239,11 +239,11 @@ class MegatronTrainer:
         # A replica that got no group has not needed its memory until now.
         self.turns.onload()
         totals = self._own_totals() if self._parallel.reports else {}
-        merges = {} if self._merges is None else self._merges.own()
+        merges = {} if self._merges is None else self._merges.merges_of_rank()
         of_ranks = self._parallel.gather_json([totals, memory_peaks(self._parallel.device.DEVICE), merges])
         of_merges: dict[str, float] = {}
         if self._merges is not None:
-            of_merges = self._merges.note((merges for *_, merges in of_ranks), is_new=self._samples)
+            of_merges = self._merges.merged_share((merges for *_, merges in of_ranks), is_new=self._samples)
         sums = Counter(added(part for part, *_ in of_ranks))
         totals = {name.removeprefix("total/"): value for name, value in sums.items() if name.startswith("total/")}
         assert sums["tokens"], "optimizer_step() without an accumulated group"

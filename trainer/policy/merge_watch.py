@@ -21,13 +21,13 @@ Merges = Mapping[str, Sequence[int]]
 
 
 class MergeWatch:
-    """Of one rank's policy; all ranks call `note` with the same `Merges`."""
+    """Of one rank's policy; all ranks call `merged_share` with the same `Merges`."""
 
     def __init__(self, model: RankModel) -> None:
         self._model = model
         self._unchanged: Counter[str] = Counter()
 
-    def own(self) -> Merges:
+    def merges_of_rank(self) -> Merges:
         """Of the last publish, in which not all ranks merge; waits once for the device."""
         merged = {
             name: each.last_merge for name, each in adapters_of(self._model).items() if each.last_merge is not None
@@ -37,7 +37,7 @@ class MergeWatch:
         counts, stage = torch.stack(list(merged.values())).tolist(), self._model.parallel.pp_rank
         return {f"stage {stage}, {name}": each for name, each in zip(merged, counts, strict=True)}
 
-    def note(self, of_ranks: Iterable[Merges], *, is_new: bool) -> dict[str, float]:
+    def merged_share(self, of_ranks: Iterable[Merges], *, is_new: bool) -> dict[str, float]:
         """The metric `merged_share`: of the values of all matrices with adapters, those that differ from the base.
 
         Args:
