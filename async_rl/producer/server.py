@@ -130,9 +130,9 @@ class ProducerServer:
         try:
             while True:
                 message, _ = await read_frame(reader)
-                link.note(message)
+                link.receive(message)
         finally:
-            link.note(None)
+            link.receive(None)
 
 
 class ControlLink:
@@ -145,7 +145,7 @@ class ControlLink:
         self._calls: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
-    def note(self, message: Message | None) -> None:
+    def receive(self, message: Message | None) -> None:
         """A message that arrived; None: none will any more."""
         if message is None or "call" not in message:
             self._answers.put(message)
