@@ -34,13 +34,13 @@ class JsonlRows:
                 yield place, self._parse(line, number)
             place += len(line)
 
-    def keep(self, directory: Path) -> None: ...
+    def save(self, directory: Path) -> None: ...
 
-    def take(self, directory: Path) -> None:
+    def load(self, directory: Path) -> None:
         self._require_unchanged()
         self._digest = self._digest or _digest(self._open())
 
-    def at(self, place: int) -> Row:
+    def row_at(self, place: int) -> Row:
         self._require_unchanged()
         file = self._open()
         file.seek(place)

@@ -15,8 +15,8 @@ TEXT_PARTS: Final = ("text", "input_text", "output_text")
 class Rows(Protocol):
     """The rows of one source, in its order. A place is a number by which a source finds a row again.
 
-    `scan` reads the source itself. `at` may need a copy of it that can be read in any order: `keep` makes it in a
-    directory, `take` opens it there, after which the directory may be removed.
+    `scan` reads the source itself. `row_at` may need a copy of it that can be read in any order: `save` makes it in a
+    directory, `load` opens it there, after which the directory may be removed.
     """
 
     def identity(self) -> str | None:
@@ -29,11 +29,11 @@ class Rows(Protocol):
             ConfigError: the source cannot be read or is malformed.
         """
 
-    def keep(self, directory: Path) -> None: ...
+    def save(self, directory: Path) -> None: ...
 
-    def take(self, directory: Path) -> None: ...
+    def load(self, directory: Path) -> None: ...
 
-    def at(self, place: int) -> Row: ...
+    def row_at(self, place: int) -> Row: ...
 
 
 def without_nulls(row: Row) -> Row:

@@ -95,7 +95,7 @@ class _RowsAt(Sequence[Row]):
         return len(self._places)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._rows.at(self._places[index])
+        return self._rows.row_at(self._places[index])
 
 
 def write_table(
@@ -118,7 +118,7 @@ def write_table(
             for chunk in _chunks(checked_rows(part, rows, max_rows), CHUNK_ROWS):
                 _write_chunk(part, chunk, tokenizer, writer, left_out)
         left_out.require_some(writer.num_prompts)
-        rows.keep(directory)
+        rows.save(directory)
         digests = _open(part, rows, directory).digests()
         about = {"digests": digests, "longest": writer.longest, "report": left_out.report(), "rows": left_out.num_rows}
         (directory / ABOUT).write_text(json.dumps({**about, "files": _sums(directory)}))
@@ -183,7 +183,7 @@ def open_table(part: SourcePart, rows: Rows, directory: Path) -> LoadedPart:
 
 
 def _open(part: SourcePart, rows: Rows, directory: Path) -> PromptTable:
-    rows.take(directory)
+    rows.load(directory)
     columns = RowColumns(part, next(rows.scan())[1])
 
     def read(row: Row) -> tuple[Row, RowSampling]:

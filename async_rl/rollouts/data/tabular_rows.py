@@ -62,7 +62,7 @@ class TabularRows:
                 yield place, row
                 place += 1
 
-    def keep(self, directory: Path) -> None:
+    def save(self, directory: Path) -> None:
         arrow = import_module("pyarrow")
         with named_write_errors(directory / COPY):
             schema, blocks = self._blocks(SCAN_ROWS)
@@ -74,12 +74,12 @@ class TabularRows:
         if self._now() != self._states:
             raise ConfigError(f"{self._name} has changed while it was read: start again when it is complete")
 
-    def take(self, directory: Path) -> None:
+    def load(self, directory: Path) -> None:
         arrow = import_module("pyarrow")
         self._copy = arrow.ipc.open_file(arrow.OSFile(str(directory / COPY)))
 
-    def at(self, place: int) -> Row:
-        assert self._copy is not None, "rows are read before `take`"
+    def row_at(self, place: int) -> Row:
+        assert self._copy is not None, "rows are read before `load`"
         number, offset = divmod(place, BLOCK_ROWS)
         if number != self._block[0]:
             self._block = number, self._as_rows(self._copy.get_batch(number), number * BLOCK_ROWS)

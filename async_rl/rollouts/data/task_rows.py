@@ -37,11 +37,11 @@ class TaskRows:
             yield place, row
         self._all = True
 
-    def keep(self, directory: Path) -> None: ...
+    def save(self, directory: Path) -> None: ...
 
-    def take(self, directory: Path) -> None: ...
+    def load(self, directory: Path) -> None: ...
 
-    def at(self, place: int) -> Row:
+    def row_at(self, place: int) -> Row:
         return self._rows[place]
 
     def _generate(self) -> Iterator[tuple[int, Row]]:

@@ -30,11 +30,11 @@ class WholeFileRows:
     def scan(self) -> Iterator[tuple[int, Row]]:
         return enumerate(self._rows)
 
-    def keep(self, directory: Path) -> None: ...
+    def save(self, directory: Path) -> None: ...
 
-    def take(self, directory: Path) -> None: ...
+    def load(self, directory: Path) -> None: ...
 
-    def at(self, place: int) -> Row:
+    def row_at(self, place: int) -> Row:
         return self._rows[place]
 
     @cached_property

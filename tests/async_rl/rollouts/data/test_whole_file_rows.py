@@ -25,7 +25,7 @@ def rows_of(path: Path) -> tuple[list[Row], list[Row]]:
     scanned = list(rows.scan())
     again = part.rows(seed=0)
     assert rows.identity() == again.identity()
-    return [row for _, row in scanned], [again.at(place) for place, _ in scanned]
+    return [row for _, row in scanned], [again.row_at(place) for place, _ in scanned]
 
 
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
