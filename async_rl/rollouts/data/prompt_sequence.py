@@ -8,10 +8,10 @@ from async_rl.method.types import Prompt
 
 
 class PromptSequence(Sequence[Prompt]):
-    """Indices from the end and slices, by `at`."""
+    """Indices from the end and slices, by `prompt_at`."""
 
     @abstractmethod
-    def at(self, index: int) -> Prompt:
+    def prompt_at(self, index: int) -> Prompt:
         """The prompt at `index`, from 0 to the length - 1."""
 
     @overload
@@ -22,4 +22,4 @@ class PromptSequence(Sequence[Prompt]):
 
     def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
         found = range(len(self))[index]
-        return self.at(found) if isinstance(found, int) else [self.at(each) for each in found]
+        return self.prompt_at(found) if isinstance(found, int) else [self.prompt_at(each) for each in found]

@@ -103,7 +103,7 @@ class PromptTable(PromptSequence):
     def __len__(self) -> int:
         return len(self.arrays.numbers)
 
-    def at(self, index: int) -> Prompt:
+    def prompt_at(self, index: int) -> Prompt:
         row, sampling = self._read(self._rows[index])
         return Prompt(
             self.prompt_id(index),

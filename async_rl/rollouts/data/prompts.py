@@ -117,7 +117,7 @@ class Subset(PromptSequence):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def at(self, index: int) -> Prompt:
+    def prompt_at(self, index: int) -> Prompt:
         return self.table[self.indices[index]]
 
     @property
@@ -312,7 +312,7 @@ class _Joined(PromptSequence):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def at(self, index: int) -> Prompt:
+    def prompt_at(self, index: int) -> Prompt:
         number = next(number for number, end in enumerate(self._ends) if index < end)
         return self._parts[number][index - self._ends[number] + len(self._parts[number])]
 
