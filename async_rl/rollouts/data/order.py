@@ -64,7 +64,7 @@ class PartOrder:
 
         self._epoch_order = epoch_order
 
-    def at(self, place: int) -> int:
+    def index_at(self, place: int) -> int:
         """The index of the prompt at a place of the part's own sequence."""
         epoch, offset = divmod(place, self._num_prompts)
         return self._epoch_order(epoch)[offset]

@@ -263,7 +263,7 @@ class PromptSource:
 
     def _at(self, place: int) -> Prompt:
         part, place_in_part = self._schedule.part(place)
-        return self._parts[part][self._orders[part].at(place_in_part)]
+        return self._parts[part][self._orders[part].index_at(place_in_part)]
 
     def _require_enough(self, weights: Sequence[float], keys: str) -> None:
         if len(self) < self._num_drawn:

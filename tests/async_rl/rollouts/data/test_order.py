@@ -58,15 +58,15 @@ def test_epochs_have_each_prompt_once_and_the_curriculum_only_sorts(
     plain = PartOrder(seed, part, num)
     places = list(range(3 * num))
     random.shuffle(places)  # asked for in any order, as by a run that resumes
-    found = {place: made.at(place) for place in places}
+    found = {place: made.index_at(place) for place in places}
     for epoch in range(3):
         start = epoch * num
         assert sorted(found[place] for place in range(start, start + num)) == list(range(num))
         end = min(max(num_sorted, start), start + num)
-        assert sorted(found[p] for p in range(start, end)) == sorted(plain.at(p) for p in range(start, end))
+        assert sorted(found[p] for p in range(start, end)) == sorted(plain.index_at(p) for p in range(start, end))
         for easier, harder in itertools.pairwise(range(start, end)):
             assert difficulties[found[easier]] <= difficulties[found[harder]]
-        assert all(found[place] == plain.at(place) for place in range(end, start + num))
+        assert all(found[place] == plain.index_at(place) for place in range(end, start + num))
 
 
 def test_a_part_needs_as_many_rows_as_its_share_rounded_up_whatever_floats_make_of_it() -> None:
