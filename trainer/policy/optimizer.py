@@ -51,7 +51,7 @@ class LearningRate:
     num_iterations: int
     num_held: int = 0
 
-    def at(self, iteration: int) -> float:
+    def at_iteration(self, iteration: int) -> float:
         """Learning rate of the step that ends `iteration`, counted from 0."""
         peak, warmup = self.section.learning_rate, self.section.warmup_iterations
         number, last = iteration - self.num_held, self.num_iterations - self.num_held - 1
@@ -116,7 +116,7 @@ class PolicyOptimizer:
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
         num_steps = self._counts.all - self._resumed_counts.all
-        return self._schedule.at(self._resumed_at + num_steps // self._steps_per_iteration)
+        return self._schedule.at_iteration(self._resumed_at + num_steps // self._steps_per_iteration)
 
     def gradient_norm(self) -> float:
         """The global norm of the gradients in the buffers, for `step`, or for `skip` if it is not finite."""

@@ -438,8 +438,8 @@ def test_the_learning_rate_goes_on_at_its_iteration_with_another_number_of_steps
         rates.append(optimizer.learning_rate)
         optimizer.step(optimizer.gradient_norm())
     schedule = LearningRate(run_config(str(model)).optimizer, 6)
-    assert rates == [schedule.at(iteration) for iteration in (3, 4) for _ in range(steps_per_batch)]
-    assert schedule.at(3) != schedule.at(4)
+    assert rates == [schedule.at_iteration(iteration) for iteration in (3, 4) for _ in range(steps_per_batch)]
+    assert schedule.at_iteration(3) != schedule.at_iteration(4)
 
 
 @pytest.mark.parametrize("size", [{"intermediate_size": 128}, {"num_hidden_layers": 4}, {"num_hidden_layers": 1}])

@@ -61,7 +61,7 @@ def test_steps_equal_torch_adamw(
 def test_each_schedule_ends_where_it_is_to_end(schedule: str, ratio: float, rates: list[float]) -> None:
     settings = {"schedule": schedule, "min_learning_rate_ratio": ratio, "warmup_iterations": 2}
     section = OptimizerSection.model_validate({"learning_rate": 1.0, **settings})
-    assert [LearningRate(section, num_iterations=6).at(i) for i in range(7)] == pytest.approx(rates)
+    assert [LearningRate(section, num_iterations=6).at_iteration(i) for i in range(7)] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(("schedule", "ratio"), [("cosine", 1.0), ("constant", 0.5)])
@@ -72,10 +72,10 @@ def test_a_schedule_that_contradicts_its_end_is_refused(schedule: str, ratio: fl
 
 def test_the_schedule_begins_after_the_iterations_that_are_held() -> None:
     section = OptimizerSection(learning_rate=1.0, min_learning_rate_ratio=0.1, warmup_iterations=2)
-    rates = [LearningRate(section, num_iterations=9, num_held=3).at(i) for i in range(10)]
+    rates = [LearningRate(section, num_iterations=9, num_held=3).at_iteration(i) for i in range(10)]
     assert rates == pytest.approx([0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1])
 
 
 def test_single_iteration_runs_at_the_peak() -> None:
     section = OptimizerSection(learning_rate=1.0, min_learning_rate_ratio=0.0)
-    assert LearningRate(section, num_iterations=1).at(0) == 1.0
+    assert LearningRate(section, num_iterations=1).at_iteration(0) == 1.0
