@@ -50,10 +50,10 @@ class TrainingOrder:
         return not self._due
 
     def begin_mini_batch(self) -> None:
-        """From now on `take` returns the groups of the next mini-batch."""
+        """From now on `next_groups` returns the groups of the next mini-batch."""
         self._due, self._is_complete = self._indices.pop(0), False
 
-    def take(self, wait: bool) -> list[Group]:
+    def next_groups(self, wait: bool) -> list[Group]:
         """The groups that may be trained now.
 
         With `wait` at least one, and none only when the mini-batch has no more for this replica.

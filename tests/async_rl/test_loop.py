@@ -46,7 +46,7 @@ class ScriptedTrainer:
         return Publication(f"v{number}", "f", ("http://a",), 8, 0.0)
 
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
-        while groups := order.take(wait=True):
+        while groups := order.next_groups(wait=True):
             yield from ([[group]] for group in groups)
 
     def accumulate(self, window: Window) -> list[GroupProof]:
@@ -164,7 +164,7 @@ def test_prompt_order_keeps_groups_that_belong_to_no_place(tmp_path: Path) -> No
     order = TrainingOrder(groups, TrainSection(iterations=1, order="prompt"), [batch])
     order.begin_mini_batch()
     trained: list[int] = []
-    while ready := order.take(wait=True):
+    while ready := order.next_groups(wait=True):
         trained += [group.index for group in ready]
     assert trained == [0, 1, 2, 3, 9]
 

@@ -52,12 +52,12 @@ def pack_windows(order: TrainingOrder, max_tokens: int, whole_backlog: bool) -> 
             num_taken = sum(map(len, window))
             pending, rows = pending[num_taken:], rows[num_taken:]
             if not ended:
-                pending += order.take(wait=False)
+                pending += order.next_groups(wait=False)
         elif ended:
             return
         else:
             order.begin([])
-            arrived = order.take(wait=True)
+            arrived = order.next_groups(wait=True)
             ended = not arrived
             pending += arrived
 

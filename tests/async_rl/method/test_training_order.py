@@ -37,8 +37,8 @@ def train(order: TrainingOrder, num_parts: int, rng: Random) -> list[list[list[G
         calls: list[list[Group]] = []
         while True:
             for _ in range(rng.randrange(3)):
-                calls.append(order.take(wait=False))
-            calls.append(order.take(wait=True))
+                calls.append(order.next_groups(wait=False))
+            calls.append(order.next_groups(wait=True))
             if not calls[-1]:
                 break
         mini_batches.append([call for call in calls if call])
@@ -76,7 +76,7 @@ def test_by_place_a_group_waits_for_those_before_it_and_for_nothing_else(order: 
     handed_out: list[int] = []
     for index in order:
         arrived.add(index)
-        handed_out += [each.index for each in training.take(wait=False)]
+        handed_out += [each.index for each in training.next_groups(wait=False)]
         complete = next(n for n in range(5) if n not in arrived)
         assert handed_out == list(range(complete))
 
@@ -84,7 +84,7 @@ def test_by_place_a_group_waits_for_those_before_it_and_for_nothing_else(order: 
 def test_in_order_of_completion_nothing_is_held_back() -> None:
     training = order_of(Arriving([make_group(i) for i in (2, 0, 1)], counts=iter([1] * 3)), range(3), 1)
     training.begin_mini_batch()
-    assert [[each.index for each in training.take(wait=False)] for _ in range(3)] == [[2], [0], [1]]
+    assert [[each.index for each in training.next_groups(wait=False)] for _ in range(3)] == [[2], [0], [1]]
 
 
 @pytest.mark.parametrize("settings", MODES, ids=str)
@@ -120,4 +120,4 @@ def test_the_watch_ends_a_batch_at_the_next_call() -> None:
     training.begin_mini_batch()
     training.watch = fail
     with pytest.raises(RuntimeError, match="told to end"):
-        training.take(wait=True)
+        training.next_groups(wait=True)

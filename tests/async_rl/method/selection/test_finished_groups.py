@@ -48,8 +48,8 @@ def calls(order: TrainingOrder, rng: Random) -> Iterator[list[Group]]:
     order.begin_mini_batch()
     while True:
         for _ in range(rng.randrange(3)):
-            yield order.take(wait=False)
-        taken = order.take(wait=True)
+            yield order.next_groups(wait=False)
+        taken = order.next_groups(wait=True)
         if not taken:
             return
         yield taken
@@ -102,7 +102,7 @@ def test_a_group_is_handed_out_while_others_run_once_it_is_certain() -> None:
     source = Arriving([group_of(2, (0.0, 1.0)), group_of(4, (0.0, 1.0)), group_of(1, (1.0, 1.0))], Random(0))
     order = TrainingOrder(source, TrainSection(iterations=1), [share])
     order.begin_mini_batch()
-    assert [each.index for each in order.take(wait=True)] == [2], "two groups before it cannot fill three places"
+    assert [each.index for each in order.next_groups(wait=True)] == [2], "two groups before it cannot fill three places"
 
 
 def test_a_group_that_comes_twice_reaches_the_ledger() -> None:
