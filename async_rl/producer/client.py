@@ -215,7 +215,7 @@ class RemoteRun(AbstractContextManager["RemoteRun"]):
         while True:
             while (frame := self._connection.receive(0.0)) is not None:
                 self._note(*frame)
-            groups = self._queue.take()
+            groups = self._queue.pop_groups()
             if groups or not wait or self._queue.ends_mini_batch():
                 return groups
             self._watch()

@@ -74,7 +74,7 @@ class SampleQueue:
             )
         self._num_complete += 1
 
-    def take(self) -> list[Group]:
+    def pop_groups(self) -> list[Group]:
         """The groups of the mini-batch that is taken which were put since the last call."""
         if self._taking == len(self._groups):
             return []

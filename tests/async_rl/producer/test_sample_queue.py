@@ -12,19 +12,19 @@ Needed = Sequence[Collection[int]] | None
 
 
 def indices(queue: SampleQueue) -> list[int]:
-    return [group.index for group in queue.take()]
+    return [group.index for group in queue.pop_groups()]
 
 
 def test_groups_are_taken_in_order_of_arrival_and_once() -> None:
     queue = SampleQueue([range(3)], "v0")
-    assert queue.take() == []
+    assert queue.pop_groups() == []
     for index in (2, 0):
         queue.put(make_group(index))
     assert indices(queue) == [2, 0] and not queue.has_all and not queue.ends_mini_batch()
     queue.put(make_group(1))
-    assert queue.has_all and indices(queue) == [1] and queue.take() == []
+    assert queue.has_all and indices(queue) == [1] and queue.pop_groups() == []
     queue.complete(0)
-    assert queue.ends_mini_batch() and queue.take() == []
+    assert queue.ends_mini_batch() and queue.pop_groups() == []
 
 
 @pytest.mark.parametrize("needed", [None, [(), ()]])
@@ -96,7 +96,7 @@ def test_pieces_of_a_group_come_where_others_may_and_each_of_its_rollouts_once()
             with pytest.raises(OnPolicyViolation, match=r"group 1 .*came twice"):
                 queue.put(again)
         queue.put(first)
-        assert queue.take() == [rest, first] and queue.has_all == (needed == [(1,)])
+        assert queue.pop_groups() == [rest, first] and queue.has_all == (needed == [(1,)])
     with pytest.raises(RolloutLost, match="1 of 2 rollouts"):
         SampleQueue([(0, 1)], "v0", needed=[(1,)]).complete(0)
 
