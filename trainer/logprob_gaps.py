@@ -26,7 +26,7 @@ MAX_GAP = 1e30
 
 
 class GroupGaps:
-    """The log-probs of the groups that were trained, until `take` computes their gaps.
+    """The log-probs of the groups that were trained, until `pop_rows` computes their gaps.
 
     `clip`: see `LogprobGaps`; `num_corrected`: see `Algorithm`. Log-probs stay on the device until their groups are
     taken, all in one copy: the device is waited for once.
@@ -48,7 +48,7 @@ class GroupGaps:
         for part, own in zip(micro_batch.slices, facts.split(sizes, dim=1), strict=True):
             self._facts.setdefault(part.group.key, []).append((part, own))
 
-    def take(self, groups: Sequence[Group]) -> list[GroupProof]:
+    def pop_rows(self, groups: Sequence[Group]) -> list[GroupProof]:
         """The row of each group, with the gaps of the tokens that each instance sampled.
 
         Turns of several requests are under `MIXED`.

@@ -106,7 +106,7 @@ class LossSums:
 
     def take_rows(self, groups: Sequence[Group]) -> list[GroupProof]:
         """The ledger rows of groups that were added; to be called once per group. Waits once for the device."""
-        return self._gaps.take(groups)
+        return self._gaps.pop_rows(groups)
 
     def totals(self) -> dict[str, float]:
         """All sums as Python floats. Waits once for the device."""
