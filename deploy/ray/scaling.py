@@ -27,7 +27,7 @@ class Scaler:
         """Whether there is a range to follow in."""
         return self.most > self.least
 
-    def note(self, desired: int | None, now_s: float) -> int:
+    def update(self, desired: int | None, now_s: float) -> int:
         """Takes the number desired at `now_s`, None if the trainer does not say; returns the target.
 
         A trainer that does not answer has no desires: what was desired before it fell silent does not count any more.

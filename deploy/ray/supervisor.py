@@ -138,7 +138,7 @@ class Supervisor:
             raise failures[0]
 
     def _scale(self, now_s: float) -> None:
-        target = self._scaler.note(self._fleet.desired_instances(), now_s)
+        target = self._scaler.update(self._fleet.desired_instances(), now_s)
         # One that failed for good counts: another one in its place would fail as well.
         for _ in range(target - len(self._instances)):
             self._note(f"{target} instances would balance the pools: starting {self._add_instance()}")
