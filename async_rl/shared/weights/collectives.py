@@ -93,7 +93,7 @@ class Collectives:
             self._poll(work)
         work.wait()
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Makes the connections: nccl and hccl do so in the first collective, and block until then.
 
         Raises:
@@ -217,7 +217,7 @@ def open_collectives(
     choose_interface(backend, store.address)
     group = make_group(store, rank, world_size, backend, timedelta(seconds=NATIVE_TIMEOUTS * timeout_s))
     collectives = Collectives(group, device, timeout_s, raises_in_time=False, has_ended=store.has_ended)
-    collectives.meet()
+    collectives.connect()
     return collectives
 
 

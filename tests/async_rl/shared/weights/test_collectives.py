@@ -144,9 +144,9 @@ def test_a_member_that_never_connects_ends_the_meeting_in_time() -> None:
     group = FakeGroup(connects=False)
     started = time.monotonic()
     with pytest.raises(TimedOut, match=r"not all members connected within 1 s"):
-        on(group).meet()
+        on(group).connect()
     assert time.monotonic() - started < SOON_S and group.aborted.is_set()
-    on(FakeGroup(alive=1)).meet()
+    on(FakeGroup(alive=1)).connect()
 
 
 def test_a_receiver_notices_at_once_that_the_sender_has_left() -> None:
@@ -160,7 +160,7 @@ def test_a_receiver_notices_at_once_that_the_sender_has_left() -> None:
     with pytest.raises(RuntimeError, match="ended by its host"):
         members.wait(members.broadcast(torch.zeros(1)))
     with pytest.raises(RuntimeError, match="ended by its host"):
-        on(connecting, 10 * SOON_S, store.has_ended).meet()
+        on(connecting, 10 * SOON_S, store.has_ended).connect()
     assert time.monotonic() - started < SOON_S
     assert group.aborted.is_set() and connecting.aborted.is_set()
 
@@ -195,7 +195,7 @@ def test_an_abort_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> 
 def test_closing_waits_for_no_peer(kind: type[FakeGroup]) -> None:
     group = kind(alive=1)
     members = on(group)
-    members.meet()
+    members.connect()
     closing = threading.Thread(target=members.close, daemon=True)
     closing.start()
     closing.join(SOON_S)
