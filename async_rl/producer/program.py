@@ -52,7 +52,7 @@ def serve(given: Given, say_port: Callable[[int], None], pool: InferencePool | N
         link = server.control.get(timeout=CONTROL_TIMEOUT_S)
         link.serve(partial(_carry_out, service, link))
         # Before what the rollouts use.
-        loop.end(server.stop())
+        loop.run_closing(server.stop())
 
 
 def _carry_out(service: ProducerService, link: ControlLink, name: str, arguments: list[Any]) -> Any:

@@ -100,7 +100,7 @@ class ProducerService:
         self._require_lease = require_lease
         self._pool = pool or InferencePool(config.pool, token, lease_name)
         self._rest = Rest(self._pool, config.run.dir, config.publish.timeout_s)
-        closing.callback(lambda: loop.end(self._pool.close()))
+        closing.callback(lambda: loop.run_closing(self._pool.close()))
         self._tokenizer: Tokenizer
         self._reward: Reward
         self._prompts: PromptSource
@@ -169,7 +169,7 @@ class ProducerService:
         trackers = open_trackers(config.tracking, config.run.dir, first_iteration, config.model_dump(mode="json"))
         self._closing.callback(trackers.close)
         self._evaluator = self._make_evaluator(EvaluationRecorder(config.run.dir, self._require_lease, trackers))
-        self._closing.callback(lambda: loop.end(self._maker.close(), CLOSE_TIMEOUT_S))
+        self._closing.callback(lambda: loop.run_closing(self._maker.close(), CLOSE_TIMEOUT_S))
         loop.run(self._maker.start(), START_TIMEOUT_S)
         # Collections of garbage stop all rollouts: what has been made until now stays, and is not looked at again.
         gc.freeze()
@@ -345,7 +345,7 @@ class ProducerService:
 
     def _start(self, part: FleetServer | DnsMembership) -> None:
         self._loop.run(part.start())
-        self._closing.callback(lambda: self._loop.end(part.stop()))
+        self._closing.callback(lambda: self._loop.run_closing(part.stop()))
 
 
 def _training_pool(data: Mapping[str, Any]) -> TrainingPool:

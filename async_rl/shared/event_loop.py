@@ -101,7 +101,7 @@ class EventLoopThread:
         finally:
             future.cancel()
 
-    def end(self, coro: Coroutine[Any, Any, object], timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def run_closing(self, coro: Coroutine[Any, Any, object], timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Runs a closing coroutine during shutdown: a failure or timeout is logged, so that it hides no other error."""
         try:
             self.run(coro, timeout_s)

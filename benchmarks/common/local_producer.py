@@ -77,8 +77,8 @@ class LocalProducer:
 
     def close(self) -> None:
         """Ends what runs."""
-        self.loop.end(self._server.stop())
-        self.loop.end(self.maker.close())
+        self.loop.run_closing(self._server.stop())
+        self.loop.run_closing(self.maker.close())
 
     def prompts_of(self, message: Message) -> list[dict[int, Prompt]]:
         """Of each mini-batch that a connection asks for."""
