@@ -89,7 +89,7 @@ def train(
         AsyncRLError: any error of the parts: publishing, rollouts, rewards or the on-policy proof.
     """
     for iteration in range(first_iteration, config.num_iterations):
-        record = recorder.begin(iteration)
+        record = recorder.begin_iteration(iteration)
         with record.timed("publish_s"):
             publication = trainer.publish_weights()
         mini_batches = prompts.batch(iteration).split(config.steps_per_batch)
@@ -109,11 +109,11 @@ def train(
                     ledger.require_on_policy(mini_batch, publication, rows, trainer.num_replicas)
                     with record.timed("step_s"):
                         record.add_step(rows, trainer.optimizer_step())
-            recorder.end(record, publication)
+            recorder.end_iteration(record, publication)
         except (WriteFailed, ProducerLost, WaitTimedOut):
             if len(record.steps) == len(mini_batches):
                 # The weights are those of a whole iteration all the same.
-                recorder.keep(record, publication)
+                recorder.keep_unwritten(record, publication)
                 after_iteration(iteration)
             raise
         after_iteration(iteration)

@@ -118,7 +118,7 @@ class RemoteRecorder(Recorder):
         self._require = require_lease
         self._unwritten: tuple[dict[str, Any], Publication] | None = None
 
-    def keep(self, record: IterationRecord, publication: Publication) -> None:
+    def keep_unwritten(self, record: IterationRecord, publication: Publication) -> None:
         """For `write_kept`, at another producer."""
         self._unwritten = record.as_data(), publication
 
@@ -137,7 +137,7 @@ class RemoteRecorder(Recorder):
         self._require()
         self._control.call("write_groups", record.iteration, list(record.times.values()), rows)
 
-    def end(self, record: IterationRecord, publication: Publication) -> None:
+    def end_iteration(self, record: IterationRecord, publication: Publication) -> None:
         self._require()
         self._control.call("end_iteration", record.as_data(), publication)
 

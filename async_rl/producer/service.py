@@ -208,7 +208,7 @@ class ProducerService:
     def end_iteration(self, record: Mapping[str, Any], publication: Mapping[str, Any]) -> None:
         """Writes the record of an iteration."""
         whole = IterationRecord.from_data(record, self._samples, self._rolled_out)
-        self._recorder.end(whole, publication_of(publication))
+        self._recorder.end_iteration(whole, publication_of(publication))
 
     def members(self) -> list[tuple[str, str | None]]:
         """URL of each instance, and why it is out of service."""

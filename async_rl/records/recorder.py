@@ -158,16 +158,16 @@ class IterationRecord:
 class Recorder:
     """Measures times and writes nothing: of the ranks beside the main one."""
 
-    def begin(self, iteration: int) -> IterationRecord:
+    def begin_iteration(self, iteration: int) -> IterationRecord:
         return IterationRecord(iteration)
 
     def write_groups(self, record: IterationRecord, rows: Sequence[GroupProof]) -> None:
         """Writes the groups of a mini-batch; before its proof, so that they can be inspected if that fails."""
 
-    def end(self, record: IterationRecord, publication: Publication) -> None:
+    def end_iteration(self, record: IterationRecord, publication: Publication) -> None:
         """Completes and writes the record of an iteration that passed its proof and whose steps have finished."""
 
-    def keep(self, record: IterationRecord, publication: Publication) -> None:
+    def keep_unwritten(self, record: IterationRecord, publication: Publication) -> None:
         """The iteration is whole, but its record could not be written: by default it is lost."""
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class RunRecorder(Recorder):
         self._require_lease()
         TIMELINE.append(self._run_dir, groups)
 
-    def end(self, record: IterationRecord, publication: Publication) -> None:
+    def end_iteration(self, record: IterationRecord, publication: Publication) -> None:
         line = {key: _as_json(value) for key, value in self._summarize(record, publication).items()}
         samples = list(record.sampled.rows(self._decode, record.rows, all_responses=self._all_responses))
         self._require_lease()

@@ -267,11 +267,11 @@ class Losing(Recorder):
         if self.at == "proof" and record.iteration == 1:
             raise ProducerLost("gone")
 
-    def end(self, record: IterationRecord, publication: Publication) -> None:
+    def end_iteration(self, record: IterationRecord, publication: Publication) -> None:
         if self.at == "record" and record.iteration == 1:
             raise ProducerLost("gone")
 
-    def keep(self, record: IterationRecord, publication: Publication) -> None:
+    def keep_unwritten(self, record: IterationRecord, publication: Publication) -> None:
         self.kept.append(record.iteration)
 
 

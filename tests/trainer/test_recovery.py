@@ -257,7 +257,7 @@ def test_the_record_of_a_whole_iteration_is_written_by_another_producer_once(
 ) -> None:
     """The lost one may have written it, and had no time to say so."""
     begin, parts = restart(tmp_path, tiny_model(), {"0 to 9": "old"})
-    begin.recorder.keep(IterationRecord(3), Publication("v", "", (), 0, 0.0))
+    begin.recorder.keep_unwritten(IterationRecord(3), Publication("v", "", (), 0, 0.0))
     if not is_written:
         (tmp_path / "metrics.jsonl").write_text('{"iteration": 2}\n')
     begin(4)

@@ -33,7 +33,7 @@ def run_iteration(run_dir: Path, num_prompts: int, num_responses: int) -> list[s
     batch = make_batch(0, num_prompts)
     groups, draw = make_groups(batch, publication.version, num_responses), random.Random(0)
     rows = [make_row(group, draw) for group in groups]
-    record = recorder.begin(0)
+    record = recorder.begin_iteration(0)
     with record.timed("period_s"):
         for group in groups:
             with record.training([[group]]):
@@ -41,7 +41,7 @@ def run_iteration(run_dir: Path, num_prompts: int, num_responses: int) -> list[s
     recorder.write_groups(record, rows)
     ledger.require_on_policy(batch, publication, rows)
     record.add_step(rows, StepStats(0.1, 1.0, 1e-6, {"kl": 0.1, "entropy": 0.5}))
-    recorder.end(record, publication)
+    recorder.end_iteration(record, publication)
     recorder.close()
     return [batch.prompts[index].prompt_id for index in range(num_prompts)]
 

@@ -47,14 +47,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def run_iteration(
     recorder: RunRecorder, iteration: int, groups: list[Group], train_s: float, num_instances: int
 ) -> None:
-    record = recorder.begin(iteration)
+    record = recorder.begin_iteration(iteration)
     with record.timed("period_s"):
         for each in groups:
             with record.training([[each]]):
                 time.sleep(train_s)
     record.add_step([GroupProof.of(each, {"http://a": LogprobGaps(2)}) for each in groups], StepStats(0.0, 0.0, 0.0))
     instances = tuple(f"http://{i}" for i in range(num_instances))
-    recorder.end(record, Publication(VERSION, "", instances, 0, 0.0))
+    recorder.end_iteration(record, Publication(VERSION, "", instances, 0, 0.0))
 
 
 def test_a_record_tells_idle_shares_and_interrupted_responses(tmp_path: Path) -> None:
@@ -142,10 +142,10 @@ def test_a_skipped_step_is_told_and_figures_that_are_not_finite_are_null(tmp_pat
         StepStats(float("nan"), float("inf"), 1e-3, {"kl": 9.0}, 0, True),
     )
     for iteration, steps in enumerate(([good, bad], [bad])):
-        record = recorder.begin(iteration)
+        record = recorder.begin_iteration(iteration)
         for stats in steps:
             record.add_step([GroupProof.of(group(0, 0.0), {"http://a": LogprobGaps(2)})], stats)
-        recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
+        recorder.end_iteration(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
     recorder.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert not any(word in line for word in ("NaN", "Infinity") for line in lines)
@@ -203,7 +203,7 @@ def test_metrics_of_a_reward_are_recorded_over_the_batch(tmp_path: Path) -> None
 
 def test_groups_are_on_file_even_if_the_iteration_does_not_end(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path, iterations=1)
-    record = recorder.begin(0)
+    record = recorder.begin_iteration(0)
     trained, elsewhere = group(1, 0.5), group(0, 0.5)
     with record.training([[trained]]):
         pass
@@ -237,13 +237,13 @@ def test_samples_are_the_first_groups_by_place_whatever_finishes_first(tmp_path:
 
 def test_tokens_of_samples_have_the_log_probs_of_both_sides(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path, iterations=1, decode=lambda token_ids: "".join(f" {i}" for i in token_ids))
-    record = recorder.begin(0)
+    record = recorder.begin_iteration(0)
     own = group(0, 0.1)
     with record.training([[own]]):
         pass
     gaps = {"http://a": LogprobGaps(2)}
     record.add_step([GroupProof.of(own, gaps, shown_logprobs=((-0.125, math.nan),))], StepStats(0.0, 0.0, 0.0))
-    recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
+    recorder.end_iteration(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
     recorder.close()
     (row,) = rotated_rows(SAMPLES, tmp_path)
     (response,) = row["responses"]
@@ -281,7 +281,7 @@ def test_nothing_is_written_once_another_trainer_writes_the_files(tmp_path: Path
         raise Fenced("term 1 has ended")
 
     recorder = RunRecorder(tmp_path, iterations=1, require_lease=fenced)
-    record = recorder.begin(0)
+    record = recorder.begin_iteration(0)
     with pytest.raises(Fenced):
         recorder.write_groups(record, [GroupProof.of(group(0, 0.1), {"http://a": LogprobGaps(2)})])
     with pytest.raises(Fenced):
@@ -292,18 +292,18 @@ def test_nothing_is_written_once_another_trainer_writes_the_files(tmp_path: Path
 
 def test_a_metric_of_an_algorithm_does_not_replace_a_figure_of_the_record(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path, iterations=1)
-    record = recorder.begin(0)
+    record = recorder.begin_iteration(0)
     stats = StepStats(0.0, 0.0, 0.0, {"mine": 1.0, "loss": 2.0, "iteration": 3.0})
     record.add_step([GroupProof.of(group(0, 0.01), {"http://a": LogprobGaps(2)})], stats)
     with pytest.raises(ConfigError, match="metrics called iteration, loss, as figures of every record are: give them"):
-        recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
+        recorder.end_iteration(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
 
 
 def test_groups_that_a_selection_left_out_have_rows_that_say_so(tmp_path: Path) -> None:
     recorder = RunRecorder(tmp_path, iterations=1, has_reserve=True)
     rows = [GroupProof.of(group(index, 0.01), {"http://a": LogprobGaps(2)}) for index in range(2)]
     left_out = replace(rows[0], is_trained=False, gaps=())
-    recorder.write_groups(recorder.begin(0), [rows[1], left_out])
+    recorder.write_groups(recorder.begin_iteration(0), [rows[1], left_out])
     first, second = rotated_rows(TIMELINE, tmp_path)
     assert (first["index"], first["is_trained"], first["logprob_gaps"]) == (0, False, {})
     assert (second["index"], "is_trained" in second) == (1, False)
@@ -321,14 +321,14 @@ def test_what_leaving_a_batch_costs_is_no_lack_of_overlap(tmp_path: Path) -> Non
             time.sleep(3)
 
     recorder, rollouts = RunRecorder(tmp_path, iterations=1), Rollouts()
-    record = recorder.begin(0)
+    record = recorder.begin_iteration(0)
     with record.timed_exit("evaluation_s", rollouts) as groups:
         assert groups == "groups"
         with record.timed("period_s"), record.training([[group(0, 1.0)]]):
             time.sleep(1)
     rows = [GroupProof.of(group(0, 1.0), {"http://a": LogprobGaps(2)})]
     record.add_step(rows, StepStats(0.0, 0.0, 0.0))
-    recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 2.0, canary_s=1.5))
+    recorder.end_iteration(record, Publication(VERSION, "", ("http://a",), 0, 2.0, canary_s=1.5))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["evaluation_s"] == pytest.approx(3, abs=1e-3) and line["canary_s"] == 1.5
     assert line["seconds"] == pytest.approx(4, abs=1e-3) and line["overlap_efficiency"] > 0.99
@@ -343,10 +343,10 @@ def test_ten_iterations_without_a_gradient_are_warned_of_once_with_what_to_do(
     recorder = RunRecorder(tmp_path, iterations=99)
     untrained = [1] * 9 + [0] + [1] * 12
     for iteration, num_untrained in enumerate(untrained):
-        record = recorder.begin(iteration)
+        record = recorder.begin_iteration(iteration)
         rows = [GroupProof.of(group(0, 1.0), {"http://a": LogprobGaps(2)})]
         record.add_step(rows, replace(StepStats(0.0, 0.0, 0.0), num_untrained=num_untrained))
-        recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
+        recorder.end_iteration(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
         assert ("had a gradient" in caplog.text) == (iteration >= 19)
     assert caplog.text.count("no group of the last 10 iterations had a gradient") == 1
     assert f"async-rl samples {tmp_path}" in caplog.text and "If none is right" in caplog.text
@@ -359,13 +359,13 @@ def test_samples_have_the_row_and_on_request_every_response(tmp_path: Path) -> N
         run_dir = tmp_path / str(all_responses)
         run_dir.mkdir()
         recorder = RunRecorder(run_dir, 1, decode=lambda ids: " ".join(map(str, ids)), all_responses=all_responses)
-        record = recorder.begin(0)
+        record = recorder.begin_iteration(0)
         with record.training([[own]]):
             pass
         shown_logprobs = ((-0.5,), (-0.25,))
         proof = GroupProof.of(own, {"http://a": LogprobGaps(2)}, shown_logprobs=shown_logprobs)
         record.add_step([proof], StepStats(0.0, 0.0, 0.0))
-        recorder.end(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
+        recorder.end_iteration(record, Publication(VERSION, "", ("http://a",), 0, 0.0))
         (sample,) = rotated_rows(SAMPLES, run_dir)
         assert [response["text"] for response in sample["responses"]] == texts
         assert ["tokens" in response for response in sample["responses"]] == [i < 2 for i in range(len(texts))]

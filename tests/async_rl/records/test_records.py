@@ -67,9 +67,9 @@ def test_tensorboard_shows_a_resumed_run_as_one(tmp_path: Path) -> None:
         trackers = open_trackers(TrackingSection(), tmp_path, first, {})
         recorder = RunRecorder(tmp_path, iterations=3, trackers=trackers)
         for iteration, loss in enumerate(losses, start=first):
-            record = recorder.begin(iteration)
+            record = recorder.begin_iteration(iteration)
             record.add_step([proof], StepStats(loss, 1.0, 1.0))
-            recorder.end(record, Publication("v", "f", ("http://a",), 8, 0.0))
+            recorder.end_iteration(record, Publication("v", "f", ("http://a",), 8, 0.0))
         trackers.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 1.0), (1, 4.0)]
@@ -96,14 +96,14 @@ def test_a_directory_of_an_older_release_is_read_cut_and_gone_on_with(tmp_path: 
     recorder = RunRecorder(tmp_path, iterations=4)
     ledger = Ledger(tmp_path / "ledger.jsonl", 1, NoiseLimits(1.0))
     record, proof = (
-        recorder.begin(3),
+        recorder.begin_iteration(3),
         GroupProof(0, "12", 1, 2, 0, ("v",), (1.0,), attempts=1, gaps=(), rollout_lengths=(0,)),
     )
     recorder.write_groups(record, [proof])
     publication = Publication("v", "f", ("http://a",), 8, 0.0)
     ledger.require_on_policy(Batch(3, {0: Prompt("12", (1, 2), {})}), publication, [proof])
     record.add_step([proof], StepStats(0.5, 1.0, 1.0))
-    recorder.end(record, publication)
+    recorder.end_iteration(record, publication)
     recorder.close()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
     proofs = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_bytes().splitlines()]

@@ -146,7 +146,7 @@ class FailingRecorder(Recorder):
     def __init__(self, fails_at: int) -> None:
         self._fails_at = fails_at
 
-    def end(self, record: IterationRecord, publication: Publication) -> None:
+    def end_iteration(self, record: IterationRecord, publication: Publication) -> None:
         if record.iteration == self._fails_at:
             raise WriteFailed("cannot write metrics.jsonl")
 
