@@ -49,7 +49,7 @@ Score = Callable[[float], torch.Tensor]
 class Hypotheses(Protocol):
     """The trainer's log-probs of the same N tokens, float64 [N], under what may be wrong; None: there is no such."""
 
-    def at(self, temperature: float) -> torch.Tensor: ...
+    def logprobs_at(self, temperature: float) -> torch.Tensor: ...
 
     def with_first_head(self) -> torch.Tensor | None: ...
 
@@ -85,12 +85,12 @@ def diagnose(
     reported_N: torch.Tensor, hypotheses: Hypotheses, limits: NoiseLimits, temperature: float, dtype: str
 ) -> Diagnosis:
     """Judges the log-probs that one instance reported, float64 [N], of tokens that it sampled at `temperature`."""
-    expected_N = hypotheses.at(temperature)
+    expected_N = hypotheses.logprobs_at(temperature)
     rms = _rms(expected_N - reported_N)
     found = Diagnosis(len(reported_N), rms)
     if len(reported_N) < MIN_TOKENS:
         return replace(found, detail=f"{len(reported_N)} tokens, of {MIN_TOKENS} that are needed")
-    score, information = _likelihood(hypotheses.at, temperature)
+    score, information = _likelihood(hypotheses.logprobs_at, temperature)
     found = replace(found, score_sigmas=0.0)
     if information > 0:
         error = 1 / math.sqrt(information)
@@ -98,7 +98,7 @@ def diagnose(
     if _explains(expected_N, reported_N, limits):
         if dtype == "bfloat16" and _is_float32(hypotheses, reported_N, rms):
             return replace(found, cause="dtype", detail="computes in float32, the trainer in bfloat16")
-        return _judge_sampling(found, hypotheses.at, temperature)
+        return _judge_sampling(found, hypotheses.logprobs_at, temperature)
     return _explain(found, reported_N, expected_N, hypotheses, limits, temperature, dtype)
 
 
@@ -114,8 +114,8 @@ def _explain(
     """The cause of log-probs that rounding does not explain."""
     if limits.exact and _explains(expected_N, reported_N, replace(limits, exact=False)):
         return replace(found, cause="rounding", detail="rounds in another way, which train.exact forbids")
-    fitted = fit_temperature(reported_N, hypotheses.at, temperature)
-    if _explains(hypotheses.at(fitted), reported_N, replace(limits, exact=False)):
+    fitted = fit_temperature(reported_N, hypotheses.logprobs_at, temperature)
+    if _explains(hypotheses.logprobs_at(fitted), reported_N, replace(limits, exact=False)):
         said = f"reports log-probs of temperature {fitted:.3g}, rollout.temperature is {temperature:g}"
         return replace(found, cause="temperature", detail=said, temperature=fitted)
     stale_N = hypotheses.with_first_head()

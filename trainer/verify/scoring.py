@@ -118,7 +118,7 @@ class _OfInstance:
         self._scorer = scorer
         self._groups = groups
 
-    def at(self, temperature: float) -> torch.Tensor:
+    def logprobs_at(self, temperature: float) -> torch.Tensor:
         return self._scorer.by_policy(self._groups, temperature)
 
     def with_first_head(self) -> torch.Tensor | None:

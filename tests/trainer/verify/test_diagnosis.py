@@ -27,7 +27,7 @@ class Policy:
         probs_NV = (self.rows_NH @ self.head_VH.T / sampled_at).softmax(-1)
         self.tokens_N1 = probs_NV.multinomial(1)
 
-    def at(self, temperature: float) -> torch.Tensor:
+    def logprobs_at(self, temperature: float) -> torch.Tensor:
         return self.of(self.rows_NH, self.head_VH, temperature)
 
     def with_first_head(self) -> torch.Tensor | None:
@@ -65,7 +65,7 @@ def diagnosed(policy: Policy, reported_N: torch.Tensor, limits: NoiseLimits = FL
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 def test_a_sound_instance_has_no_fault_at_any_temperature(draw: Draw, temperature: float) -> None:
     policy = draw(sampled_at=temperature)
-    found = diagnosed(policy, policy.at(temperature) + 1e-6 * torch.randn(NUM_TOKENS), of=temperature)
+    found = diagnosed(policy, policy.logprobs_at(temperature) + 1e-6 * torch.randn(NUM_TOKENS), of=temperature)
     assert found.cause is None and found.is_judged
     assert found.score_sigmas is not None and abs(found.score_sigmas) < 6
 
@@ -73,7 +73,7 @@ def test_a_sound_instance_has_no_fault_at_any_temperature(draw: Draw, temperatur
 @pytest.mark.parametrize("temperature", [0.1, 0.5, 0.9, 0.99, 1.01, 2.0, 8.0])
 def test_the_temperature_of_reported_log_probs_is_found(draw: Draw, temperature: float) -> None:
     policy = draw(sampled_at=temperature)
-    found = diagnosed(policy, policy.at(temperature))
+    found = diagnosed(policy, policy.logprobs_at(temperature))
     assert found.cause == "temperature" and not found.is_of_sampling
     assert found.temperature == pytest.approx(temperature, rel=1e-4)
 
@@ -83,7 +83,7 @@ def test_sampling_at_another_temperature_than_is_reported_is_found_by_the_tokens
     draw: Draw, temperature: float
 ) -> None:
     policy = draw(sampled_at=temperature)
-    found = diagnosed(policy, policy.at(1.0))
+    found = diagnosed(policy, policy.logprobs_at(1.0))
     assert found.cause == "temperature" and found.is_of_sampling
     # A standard error of ln T is one over the root of tokens times the variance of a logit, of about 2.
     assert found.temperature is not None and abs(math.log(found.temperature / temperature)) < 0.3
@@ -91,36 +91,36 @@ def test_sampling_at_another_temperature_than_is_reported_is_found_by_the_tokens
 
 def test_tokens_that_are_certain_tell_nothing_of_their_temperature(draw: Draw) -> None:
     policy = draw()
-    error = diagnosed(policy, policy.at(1.0)).log_temperature_error
+    error = diagnosed(policy, policy.logprobs_at(1.0)).log_temperature_error
     # As above: 1,024 tokens whose logits have a variance of about 2.
     assert error is not None and 0.01 < error < 0.05
     policy.head_VH *= 1000
     policy.tokens_N1 = (policy.rows_NH @ policy.head_VH.T).argmax(-1, keepdim=True)
-    certain = diagnosed(policy, policy.at(1.0))
+    certain = diagnosed(policy, policy.logprobs_at(1.0))
     assert certain.cause is None and (certain.log_temperature_error is None or certain.log_temperature_error > 0.12)
 
 
 def test_sampling_the_likeliest_tokens_only_is_found_by_the_tokens(draw: Draw) -> None:
     policy = draw()
     policy.tokens_N1 = (policy.rows_NH @ policy.head_VH.T).argmax(-1, keepdim=True)
-    found = diagnosed(policy, policy.at(1.0))
+    found = diagnosed(policy, policy.logprobs_at(1.0))
     assert found.cause == "temperature" and found.is_of_sampling and "top_p" in found.detail
 
 
 def test_an_instance_in_bfloat16_is_told_from_one_with_other_weights_of_the_same_error(draw: Draw) -> None:
     policy = draw()
     in_bfloat16 = policy.of(rounded(policy.rows_NH), rounded(policy.head_VH))
-    size = float((in_bfloat16 - policy.at(1.0)).square().mean().sqrt())
+    size = float((in_bfloat16 - policy.logprobs_at(1.0)).square().mean().sqrt())
     assert diagnosed(policy, in_bfloat16).cause == "dtype"
     nudged_VH = policy.head_VH * (1 + 2**-9 * torch.randn(policy.head_VH.shape))
     nudged = policy.of(policy.rows_NH, nudged_VH)
-    assert 0.2 < float((nudged - policy.at(1.0)).square().mean().sqrt()) / size < 5
+    assert 0.2 < float((nudged - policy.logprobs_at(1.0)).square().mean().sqrt()) / size < 5
     assert diagnosed(policy, nudged).cause == "weights"
 
 
 def test_an_instance_in_float32_beside_a_trainer_in_bfloat16_is_named(draw: Draw) -> None:
     policy = draw()
-    exact = policy.at(1.0)
+    exact = policy.logprobs_at(1.0)
     rows_NH, policy.rows_NH = policy.rows_NH, rounded(policy.rows_NH)
     policy.in_other_dtype = lambda: policy.of(rows_NH, policy.head_VH)  # type: ignore[method-assign]
     assert diagnosed(policy, exact, BFLOAT16).cause == "dtype"
@@ -138,8 +138,8 @@ def test_the_head_of_the_first_publish_is_named(draw: Draw) -> None:
 
 def test_exact_mode_tells_rounding_from_other_weights(draw: Draw) -> None:
     policy, limits = draw(), NoiseLimits(noise_scale("float32"), exact=True)
-    assert diagnosed(policy, policy.at(1.0), limits).cause is None
-    assert diagnosed(policy, policy.at(1.0) + 1e-6, limits).cause == "rounding"
+    assert diagnosed(policy, policy.logprobs_at(1.0), limits).cause is None
+    assert diagnosed(policy, policy.logprobs_at(1.0) + 1e-6, limits).cause == "rounding"
     other = policy.of(policy.rows_NH, policy.head_VH + 0.1 * torch.randn(policy.head_VH.shape))
     assert diagnosed(policy, other, limits).cause == "weights"
 
@@ -147,14 +147,14 @@ def test_exact_mode_tells_rounding_from_other_weights(draw: Draw) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_log_probs_that_are_no_numbers_are_a_fault_and_end_no_search(draw: Draw, bad: float) -> None:
     policy = draw()
-    reported_N = policy.at(1.0)
+    reported_N = policy.logprobs_at(1.0)
     reported_N[7] = bad
     assert diagnosed(policy, reported_N).cause == "weights"
 
 
 def test_too_few_tokens_are_not_judged(draw: Draw) -> None:
     policy = draw(MIN_TOKENS - 1)
-    found = diagnosed(policy, policy.at(3.0))
+    found = diagnosed(policy, policy.logprobs_at(3.0))
     assert found.cause is None and not found.is_judged and "256" in found.detail
 
 
@@ -165,4 +165,4 @@ def test_a_certain_policy_has_no_temperature_and_no_division_by_zero(draw: Draw)
     policy.tokens_N1 = (policy.rows_NH @ policy.head_VH.T).argmax(-1, keepdim=True)
     found = diagnosed(policy, torch.zeros(NUM_TOKENS, dtype=torch.float64))
     assert found.cause is None and found.score_sigmas == 0.0
-    assert fit_temperature(policy.at(1.0), policy.at, 1.0) > 0
+    assert fit_temperature(policy.logprobs_at(1.0), policy.logprobs_at, 1.0) > 0
