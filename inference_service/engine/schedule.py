@@ -170,7 +170,7 @@ class Schedule:
         if self._store.has_states:
             # A state cannot go back by the token that is computed once more: it is each response's own.
             num_shared -= 1
-        segment = self._segments.take(sequence.prompt[:num_shared])
+        segment = self._segments.acquire(sequence.prompt[:num_shared])
         if not sequence.samples:
             self.num_asked += len(sequence.prompt)
             self.num_known += num_shared - (len(segment) - segment.num_done if segment.num_runs == 1 else 0)

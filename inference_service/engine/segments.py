@@ -114,7 +114,7 @@ class Segments:
         """In the order in which they were last attended to."""
         self._max_idle = MAX_IDLE
 
-    def take(self, prompt: Listing[int]) -> Segment:
+    def acquire(self, prompt: Listing[int]) -> Segment:
         """The segment whose chain is the prompt, new unless there is one, for one more response.
 
         Raises:
