@@ -89,7 +89,7 @@ class Shutdown:
             raise _error(found[0])
 
     def separate(self) -> None:
-        """Until the next `synchronize` a rank may fail alone; from `synchronize` to this call, failures are on all ranks."""
+        """Until the next `synchronize` a rank may fail alone; from there to this call, failures are on all ranks."""
         self._together = False
 
     @contextmanager
