@@ -139,6 +139,11 @@ EARLIER = _names_of(
     "an earlier async-rl",
     *((f"reward.{name}", (f"reward.options.{name}",), "") for name in _OF_REWARDS),
     *((f"rollout.{name}", (f"rollout.options.{name}",), "") for name in _OF_PROGRAMS),
+    (
+        "reward.correct_at",
+        ("reward.options.correct_at",),
+        "of http and judge; a function of yours says it itself, FUNCTION.correct_at = 1.0",
+    ),
     ("reward.on_error", ("reward.max_attempts",), "1 where it was fail"),
     ("prompts.template_arguments", ("prompts.chat_template",), ""),
     ("rollout.stop_token_ids", ("rollout.stop",), ""),

@@ -51,6 +51,7 @@ class HTTPOptions(Section):
         pattern=PLACE_OF_TOKEN,
         description="where the bearer token is, env:VARIABLE or file:PATH; never the token itself",
     )
+    correct_at: float | None = Field(None, description="the least reward of a correct response; by default none is")
 
     @field_validator("url")
     @classmethod
@@ -113,9 +114,6 @@ class RewardSettings(Section):
         None,
         description=f"{', '.join(BUILT_IN)}, or python:path/to/file.py:function; none if a program rewards itself",
     )
-    correct_at: float | None = Field(
-        None, description="the least reward of a correct response; by default what the reward itself declares"
-    )
     timeout_s: float = Field(30.0, gt=0, description="for one group, from when its call begins")
     num_workers: int = Field(1, ge=1, description="processes that run the reward")
     max_concurrency: int = Field(
@@ -174,8 +172,7 @@ class RewardSection(RewardSettings):
         """Each reward alone: the parts by their labels, else the one that is named by its name."""
         if not self.parts:
             return {} if self.name is None else {self.name: self}
-        # Which total is correct says nothing about a part.
-        shared = self.model_dump(exclude_unset=True, exclude={"parts", "column", "correct_at"})
+        shared = self.model_dump(exclude_unset=True, exclude={"parts", "column"})
         own = {"label", "weight"}
         return {
             part.known_as: RewardSection.model_validate(shared | part.model_dump(exclude_unset=True, exclude=own))

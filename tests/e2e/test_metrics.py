@@ -35,7 +35,7 @@ def finished(new_run: Callable[..., Run]) -> Run:
     return run.train(
         *("--train.iterations", str(NUM_ITERATIONS), "--inference.num_instances", "2", "--algorithm.kl_coef", "0.05"),
         *("--train.steps_per_batch", "2", "--algorithm.old_policy", "model"),
-        *("--reward.name", f"python:{run.reward}:uneven", "--reward.correct_at", "0.3"),
+        *("--reward.name", f"python:{run.reward}:uneven"),
         *("--trainer.micro_batch_tokens", "200"),
     )
 

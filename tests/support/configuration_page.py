@@ -72,7 +72,7 @@ WHEN_TUNING = {
     "run": "seed placement",
     "prompts": "reserve deduplicate curriculum_iterations",
     "rollout": "temperature stop",
-    "reward": "timeout_s max_concurrency max_attempts correct_at",
+    "reward": "timeout_s max_concurrency max_attempts",
     "publish": "transport snapshot_dir timeout_s",
     "pool": "timeout_s request_timeout_s",
     "algorithm": "clip_low clip_high normalize scale_by_std kl_coef kl_estimator kl_in entropy_coef mask_truncated "

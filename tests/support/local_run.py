@@ -52,6 +52,9 @@ def uneven(prompt, responses, row):
     return [0.0] * len(responses) if int(prompt.prompt_id) % 3 == 0 else rewards
 
 
+uneven.correct_at = 0.3
+
+
 def obey():
     """Does what the file `told` beside this one says: waits until it says something else, fails, or lets calls pass."""
     import pathlib

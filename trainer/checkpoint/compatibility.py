@@ -28,7 +28,7 @@ _DECIDING = ("model", "prompts", "rollout", "reward", "algorithm", "adapter", "o
 _MAY_CHANGE = {
     *("train.iterations", "train.epochs", "train.logprob_noise", "train.exact"),
     *("reward.timeout_s", "reward.num_workers", "reward.max_concurrency", "reward.max_attempts"),
-    *("reward.options.token_from", "reward.correct_at"),
+    *("reward.options.token_from", "reward.options.correct_at", "reward.correct_at"),
     *("rollout.options.num_workers", "rollout.options.max_concurrent", "rollout.options.max_attempts"),
     "rollout.options.gateway_host",
     *("optimizer.learning_rate", "optimizer.schedule", "optimizer.min_learning_rate_ratio"),
@@ -103,8 +103,10 @@ def with_todays_names(saved: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in keys.items():
             name = f"{section}.{key}"
             moved = EARLIER.get(name)
-            if moved and (section not in _DECIDING or not value):
+            if moved and (section not in _DECIDING or not value or name in _MAY_CHANGE):
                 continue
+            if name == "reward.parts":
+                value = [{key: part[key] for key in part if f"reward.{key}" not in EARLIER} for part in value]
             now = moved.keys[0] if moved and len(moved.keys) == 1 and not moved.note else name
             values[now] = [*values.get(now, ()), *value] if isinstance(value, list) else value
     for name, value in values.items():

@@ -27,9 +27,7 @@ class ComposedReward:
 
     @property
     def correct_at(self) -> CorrectAt:
-        """Of the total if the config says so, else of the parts that define it."""
-        if self._config.correct_at is not None:
-            return self._config.correct_at
+        """Of the parts that define it."""
         declared = {label: part.correct_at for label, part in self._parts.items()}
         return {label: threshold for label, threshold in declared.items() if threshold is not None} or None
 

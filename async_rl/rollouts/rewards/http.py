@@ -9,7 +9,7 @@ from typing import Any
 
 from async_rl.config.reward_section import HTTPOptions, RewardSection
 from async_rl.method.types import Prompt, Response
-from async_rl.rollouts.rewards.base import as_rewards
+from async_rl.rollouts.rewards.base import as_rewards, correct_at
 from async_rl.rollouts.rewards.function import RewardFunction
 from async_rl.rollouts.rewards.service import Service, ServiceFailed
 
@@ -33,7 +33,7 @@ def make_score(config: RewardSection) -> RewardFunction:
         except ValueError as error:
             raise ServiceFailed(f'{service.url}: in "rewards", {service.without_token(str(error))}') from None
 
-    return score
+    return score if options.correct_at is None else correct_at(options.correct_at)(score)
 
 
 def _request(prompt: Prompt, responses: Sequence[Response], row: Mapping[str, Any]) -> dict[str, Any]:

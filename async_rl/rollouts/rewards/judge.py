@@ -6,7 +6,7 @@ from typing import Any
 
 from async_rl.config.reward_section import JudgeOptions, RewardSection
 from async_rl.method.types import Prompt, Response
-from async_rl.rollouts.rewards.base import PER_RESPONSE
+from async_rl.rollouts.rewards.base import PER_RESPONSE, correct_at
 from async_rl.rollouts.rewards.function import RewardFunction
 from async_rl.rollouts.rewards.rubric import Rubric
 from async_rl.rollouts.rewards.service import Service, ServiceFailed
@@ -30,7 +30,8 @@ def make_score(config: RewardSection) -> RewardFunction:
         return await judge.score(responses, row)
 
     setattr(score, PER_RESPONSE, True)
-    return score
+    threshold = config.read_options(JudgeOptions).correct_at
+    return score if threshold is None else correct_at(threshold)(score)
 
 
 class _Judge:

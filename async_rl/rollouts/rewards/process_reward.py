@@ -72,7 +72,7 @@ class ProcessReward:
     @property
     def correct_at(self) -> float | None:
         assert self._traits is not None, "asked before the reward was started"
-        return self._traits.correct_at if self._config.correct_at is None else self._config.correct_at
+        return self._traits.correct_at
 
     async def start(self) -> None:
         if self._traits is not None:

@@ -27,7 +27,6 @@ def test_parts_have_the_settings_of_the_reward_and_their_own(tmp_path: Path) -> 
         [reward]
         timeout_s = 60
         num_workers = 4
-        correct_at = 0.5
 
         [[reward.parts]]
         name = "math"
@@ -43,7 +42,7 @@ def test_parts_have_the_settings_of_the_reward_and_their_own(tmp_path: Path) -> 
     assert reward.is_given and reward.weights == {"math": 1.0, "format": 0.2}
     math, regex = reward.single_rewards.values()
     assert list(reward.single_rewards) == ["math", "format"]
-    assert (math.name, math.timeout_s, math.num_workers, math.correct_at) == ("math", 60.0, 4, None)
+    assert (math.name, math.timeout_s, math.num_workers) == ("math", 60.0, 4)
     assert (regex.name, regex.timeout_s, regex.num_workers, regex.options) == ("regex", 60.0, 1, {"pattern": "a"})
     assert not math.parts and RewardSection.model_validate_json(regex.model_dump_json()) == regex
 

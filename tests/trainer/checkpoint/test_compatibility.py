@@ -184,6 +184,13 @@ def test_a_part_of_the_reward_that_changes_is_named(now: Config, message: str) -
         require_same_run(saved.model_dump(mode="json"), now, "iteration-000002", before, mine)
 
 
+def test_a_reward_from_before_its_threshold_was_an_option_goes_on() -> None:
+    now = with_parts({})
+    saved = now.model_dump(mode="json")
+    saved["reward"] |= {"correct_at": 0.5, "parts": [part | {"correct_at": None} for part in saved["reward"]["parts"]]}
+    require_same_run(saved, now, "iteration-000002")
+
+
 def test_the_same_contents_may_lie_elsewhere() -> None:
     moved = config(prompts={"source": "/elsewhere/rows.jsonl"})
     go_on(moved, contents(ANSWERS), contents(ANSWERS))

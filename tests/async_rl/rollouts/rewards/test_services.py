@@ -194,6 +194,13 @@ def test_a_token_that_is_not_there_is_named(place: str, message: str) -> None:
         load_function(RewardSection(name="http", options={"url": "http://a", "token_from": place}))
 
 
+@pytest.mark.parametrize(("name", "more"), [("http", {}), ("judge", {"model": "m", "rubric": "{response}"})])
+@pytest.mark.parametrize("threshold", [None, 0.5])
+def test_which_response_is_correct_is_an_option(name: str, more: dict[str, str], threshold: float | None) -> None:
+    options = {"url": "http://a", "correct_at": threshold, **more}
+    assert RewardTraits.of(load_function(RewardSection(name=name, options=options))).correct_at == threshold
+
+
 SECRET = "sk-0123456789abcdef"
 
 
