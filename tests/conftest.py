@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import signal
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
@@ -19,6 +20,7 @@ import torch
 
 from async_rl.errors import ConfigError
 from async_rl.shared.cpu.reproducible import use_reproducible_products
+from tests.support.fresh_seed import fresh_seed
 from tests.support.process_gate import ProcessGate
 from tests.support.tiers import ALWAYS, beyond_a_cover, is_nightly, spread
 from tests.support.tiny_model import make_tiny_model
@@ -135,6 +137,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return made[key]
 
     return get
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    """Fresh in every test, torch's generator too."""
+    return random.Random(fresh_seed())
 
 
 @pytest.fixture(scope="session")

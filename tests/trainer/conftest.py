@@ -1,6 +1,5 @@
 """The trainer's fixtures: one process group, random groups, and an independent GRPO on unshared samples."""
 
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from async_rl.config.sections import ModelSection
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.method.types import Group
+from tests.support.fresh_seed import fresh_seed
 from tests.support.groups import random_group
 from tests.support.trainer.branched_groups import branched_groups
 from tests.support.trainer.grpo_reference import (
@@ -94,10 +94,8 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
 
 @pytest.fixture(scope="session")
 def ragged_groups() -> list[Group]:
-    """Five ragged groups and one whose rewards are all equal; fresh tokens in every session (TEST_SEED repeats one)."""
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"ragged_groups: TEST_SEED={seed}")
-    rng = random.Random(seed)
+    """Five ragged groups and one whose rewards are all equal; fresh tokens in every session."""
+    rng = random.Random(fresh_seed())
     groups = [
         random_group(i, prompt_len, lens, rng, VOCAB_SIZE, [rng.choice((0.0, 0.5, 1.0)) for _ in lens])
         for i, (prompt_len, lens) in enumerate(RAGGED)
@@ -110,18 +108,7 @@ def ragged_groups() -> list[Group]:
 @pytest.fixture(scope="session")
 def rollout_groups() -> list[Group]:
     """Groups of multi-turn rollouts with branches, every kind among them; fresh tokens as in `ragged_groups`."""
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"rollout_groups: TEST_SEED={seed}")
-    return branched_groups(random.Random(seed))
-
-
-@pytest.fixture
-def rng() -> random.Random:
-    """Fresh in every test, torch's generator too; TEST_SEED repeats one."""
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"TEST_SEED={seed}")
-    torch.manual_seed(seed)
-    return random.Random(seed)
+    return branched_groups(random.Random(fresh_seed()))
 
 
 @dataclass(frozen=True)

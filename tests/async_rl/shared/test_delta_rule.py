@@ -4,7 +4,6 @@ Shape legend: L rows of a sequence, H key heads, R value heads of each, K and V 
 sequences, N chunks, C rows of each.
 """
 
-import os
 import random
 from collections.abc import Sequence
 
@@ -14,14 +13,6 @@ import torch
 from async_rl.shared.delta_rule import CHUNK_ROWS, Chunks, causal_convolution, gated_delta_rule, rows_of_chunk
 
 H, R, K, V = 2, 3, 5, 4
-
-
-@pytest.fixture
-def rng() -> random.Random:
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"TEST_SEED={seed}")
-    torch.manual_seed(seed)
-    return random.Random(seed)
 
 
 class Rows:

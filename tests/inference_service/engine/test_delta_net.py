@@ -1,6 +1,5 @@
 """Models with gated delta nets in the embedded engine are those of transformers, token by token and chunk by chunk."""
 
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -40,13 +39,6 @@ CASES: dict[str, dict[str, int]] = {
     "no delta net": {"full_attention_interval": 1},
     "wide": {"linear_conv_kernel_dim": 7, "linear_num_value_heads": 6},
 }
-
-
-@pytest.fixture
-def rng() -> random.Random:
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"TEST_SEED={seed}")
-    return random.Random(seed)
 
 
 def store_of(size: CacheSize, num_routes: int) -> KVStore:

@@ -1,7 +1,6 @@
 """The experts that the embedded engine reports are those that transformers' routers choose for the same tokens."""
 
 import asyncio
-import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,12 +51,12 @@ def chosen_by_transformers(path: Path, sequences: Sequence[Sequence[int]]) -> li
         *(pytest.param(each, marks=pytest.mark.nightly) for each in ("gpt_oss", "minimax_m2")),
     ],
 )
-def test_routes_are_those_of_every_token_but_the_last(family: str, tiny_model: Callable[..., Path]) -> None:
+def test_routes_are_those_of_every_token_but_the_last(
+    family: str, tiny_model: Callable[..., Path], rng: random.Random
+) -> None:
     """Prompts that are computed once for several responses, known from before, or the beginning of another one; turns;
     and more responses than run at once."""
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"TEST_SEED={seed}")
-    rng, path = random.Random(seed), tiny_model(family)
+    path = tiny_model(family)
     shared = tuple(rng.randrange(2, 96) for _ in range(50))
     prompts = [shared, shared, shared[:40], (*shared, 7, 8), (5,), tuple(rng.randrange(2, 96) for _ in range(130))]
 

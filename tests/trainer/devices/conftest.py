@@ -1,21 +1,11 @@
-"""Attention inputs, fresh in every session (TEST_SEED repeats one)."""
+"""Attention inputs."""
 
-import os
 import random
 
 import pytest
-import torch
 
 from tests.support.devices.attention_inputs import CPU, SHAPES, make_segments
 from trainer.attention.segments import Segments
-
-
-@pytest.fixture(scope="session")
-def rng() -> random.Random:
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"attention inputs: TEST_SEED={seed}")
-    torch.manual_seed(seed)
-    return random.Random(seed)
 
 
 @pytest.fixture(params=SHAPES)

@@ -3,10 +3,8 @@
 The engine is transformers with the embedded engine's adapters, in this process; what it reports of itself stays right.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from random import SystemRandom
 from typing import Any
 
 import pytest
@@ -28,6 +26,7 @@ from async_rl.shared.weights.sender import AdapterSource, WeightSender, WeightSo
 from inference_service.weight_transfer.adapters import ModelAdapters, ReceivedAdapters
 from inference_service.weight_transfer.receiver import parameter_views, specs_of
 from tests.support.adapter_faults import ALONE, AlonePlant
+from tests.support.fresh_seed import fresh_seed
 from tests.support.members import ready_member
 from tests.support.trainer.random_adapters import random_adapters
 from tests.trainer.policy.test_canary_weights import of_own_kind
@@ -42,9 +41,7 @@ NUM_TOKENS = 64
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    seed = int(os.environ.get("TEST_SEED") or SystemRandom().randrange(2**31))
-    print(f"TEST_SEED={seed}")
-    torch.manual_seed(seed)
+    fresh_seed()
 
 
 def info_of(trainer: MegatronTrainer, adapter: AdapterSection) -> AdapterInfo:

@@ -3,10 +3,8 @@
 The engine is transformers in this process, the trainer Megatron. Both compute in bfloat16, each in its own order.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import SystemRandom
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from async_rl.config.rollout_section import RolloutSection
 from async_rl.method.proof.gap_limits import noise_scale
 from async_rl.rollouts.publish.probe import MAX_LENGTH, Probe
 from async_rl.rollouts.publish.trial_request import NUM_TOKENS
+from tests.support.fresh_seed import fresh_seed
 from tests.support.members import ready_member
 from trainer.trainer import MegatronTrainer
 
@@ -83,9 +82,7 @@ class Engine:
 def test_sound_engines_never_fail_in_bfloat16_and_planted_faults_always(
     kind: str, tiny_model: Callable[..., Path], make_trainer: Callable[..., MegatronTrainer], tmp_path: Path
 ) -> None:
-    seed = int(os.environ.get("TEST_SEED") or SystemRandom().randrange(2**31))
-    print(f"TEST_SEED={seed}")
-    torch.manual_seed(seed)
+    fresh_seed()
     family, options = MODELS[kind]
     model = AutoModelForCausalLM.from_pretrained(tiny_model(family, tied=False, **options))
     with torch.no_grad():

@@ -1,14 +1,13 @@
 """Which fault is named, on tokens drawn from known distributions: a random output layer over random hidden rows."""
 
 import math
-import os
-import random
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from async_rl.method.proof.gap_limits import MIN_TOKENS, NoiseLimits, noise_scale
+from tests.support.fresh_seed import fresh_seed
 from trainer.verify.diagnosis import Diagnosis, diagnose, fit_temperature
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 1024, 64, 96
@@ -47,10 +46,7 @@ def rounded(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def draw() -> Draw:
-    """Fresh in every test; TEST_SEED repeats one."""
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"TEST_SEED={seed}")
-    torch.manual_seed(seed)
+    fresh_seed()
 
     def make(num_tokens: int = NUM_TOKENS, sampled_at: float = 1.0) -> Policy:
         return Policy(num_tokens, sampled_at)

@@ -1,6 +1,5 @@
 """Every algorithm, with whatever cuts across, against its formulas written out per token, on fresh random groups."""
 
-import os
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -34,10 +33,7 @@ def gradients_of(loss: torch.Tensor, batch: Sequence[RandomGroup]) -> list[torch
 
 @pytest.mark.computes
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_and_gradient_equal_the_formulas_written_out_per_token(name: str) -> None:
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"TEST_SEED={seed}")
-    rng = random.Random(seed)
+def test_loss_and_gradient_equal_the_formulas_written_out_per_token(name: str, rng: random.Random) -> None:
     for number in range(NUM_SETTINGS):
         settings = random_settings(name, rng) if number else PLAIN[name]
         algorithm = algorithm_of(**settings)

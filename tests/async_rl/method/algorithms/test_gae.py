@@ -1,7 +1,6 @@
 """GAE and value loss against plain loops in Python, on responses of random lengths."""
 
 import math
-import os
 import random
 
 import pytest
@@ -12,14 +11,6 @@ from async_rl.method.algorithms.gae import AdvantageEstimation
 from tests.support.algorithms import single_turns
 
 FACTORS = ((1.0, 1.0), (0.9, 0.8), (1.0, 0.0), (0.97, 1.0))
-
-
-@pytest.fixture
-def rng() -> random.Random:
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"TEST_SEED={seed}")
-    torch.manual_seed(seed)
-    return random.Random(seed)
 
 
 def estimation(algorithm: dict[str, object] | None = None, **critic: float) -> AdvantageEstimation:

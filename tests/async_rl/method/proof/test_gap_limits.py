@@ -1,7 +1,6 @@
 """What log-prob gaps prove: how often sound engines are accused, and which stale ones are found, by simulation."""
 
 import math
-import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch
 from async_rl.config.train_section import TrainSection
 from async_rl.method.proof.gap_limits import MIN_TOKENS, NoiseLimits, Unit, noise_limits, noise_scale, rank_sigmas
 from async_rl.method.proof.logprob_gaps import MIXED, LogprobGaps
+from tests.support.fresh_seed import fresh_seed
 from trainer.logprob_gaps import sums_of
 
 BF16 = NoiseLimits(noise_scale("bfloat16"))
@@ -21,9 +21,7 @@ NUM_INSTANCES, GROUPS_EACH, TOKENS_EACH = 4, 12, 400
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    seed = int(os.environ.get("TEST_SEED") or random.SystemRandom().randrange(2**31))
-    print(f"TEST_SEED={seed}")
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator().manual_seed(fresh_seed())
 
 
 def honest(num_tokens: int, rms: float, generator: torch.Generator) -> torch.Tensor:

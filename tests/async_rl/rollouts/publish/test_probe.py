@@ -1,9 +1,7 @@
 """What a probe asks an engine, and whom it finds out."""
 
 import asyncio
-import os
 from collections.abc import Sequence
-from random import SystemRandom
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.publish.probe import MAX_WIDE, WIDE, Probe
 from async_rl.rollouts.publish.trial_request import NUM_TOKENS, Samples
 from async_rl.shared.protocol.inference import SamplingParams
+from tests.support.fresh_seed import fresh_seed
 from tests.support.members import ready_member
 
 PROMPT = [5, 6, 7]
@@ -132,9 +131,7 @@ def test_one_token_whose_log_prob_is_no_finite_number_is_enough(bad: float, plac
 )
 def test_noise_as_it_was_reported_raises_no_alarm_in_100_000_publishes(rms: float, tail: float, cluster: int) -> None:
     """Most gaps are normal; a share of `tail` are wide, between half a nat and three."""
-    seed = int(os.environ.get("TEST_SEED") or SystemRandom().randrange(2**31))
-    print(f"TEST_SEED={seed}")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(fresh_seed())
     shape = (100_000, NUM_TOKENS // cluster)
     gaps = np.where(rng.random(shape) < tail, rng.uniform(0.5, 3.0, shape), rng.normal(0.0, rms, shape))
     wide = (np.abs(gaps) > WIDE * noise_scale("bfloat16")).repeat(cluster, axis=1).mean(axis=1)
