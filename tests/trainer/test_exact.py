@@ -22,15 +22,12 @@ from async_rl.shared.protocol.inference import SamplingParams
 from benchmarks.common.random_model import save_random_qwen3
 from inference_service.engine.cache_size import plan_cache
 from inference_service.engine.kernels import EXACT
-from inference_service.engine.kv_store import KVStore
 from inference_service.engine.model import LoadedModel
-from inference_service.engine.sampling import sample_step
-from inference_service.engine.schedule import Schedule
 from inference_service.engine.sequences import Sequence as Generated
-from inference_service.engine.step import ModelStep
 from inference_service.engine.transformers_engine import TransformersEngine
 from tests.support.groups import make_group, make_response
 from tests.support.rollout_settings import rollout_section
+from tests.support.stepped_engine import SteppedEngine
 from tests.support.tiny_model import FAMILIES
 from trainer.batching.group_slice import slices_of
 from trainer.batching.packing import pack
@@ -79,43 +76,15 @@ def exactly(parallel: Parallel, reproducible_products: None) -> Parallel:
     return replace(parallel, device=cast(Device, cpu_exact))
 
 
-class Engine:
-    """The parts of continuous batching, driven step by step."""
-
-    def __init__(self, model: PreTrainedModel, max_tokens: int, max_running: int, prefill_tokens: int) -> None:
-        config = model.config
-        self.store = KVStore(
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-            getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
-            torch.float32,
-            torch.device("cpu"),
-            max_tokens,
-            EXACT.width,
-        )
-        self.schedule = Schedule(self.store, max_running, prefill_tokens, exact=True)
-        self._step = ModelStep(model, EXACT)
-
-    def run_step(self) -> None:
-        drawing = self._step(self.schedule.next(), self.store.generation)
-        sequences = [run.sequence for run in drawing.runs]
-        if not sequences:
-            return
-        samples = sample_step(drawing.logits, sequences, "processed_logprobs", "v")
-        for run, sample in zip(drawing.runs, samples, strict=True):
-            run.sequence.samples.append(sample)
-            if not run.sequence.remaining_tokens:
-                self.schedule.end(run)
-
-
 @torch.inference_mode()
 def generate(model: PreTrainedModel, rng: random.Random, longest: int, temperature: float) -> list[Group]:
     """Groups whose responses were sampled in an engine with little room, some of them in two requests."""
-    engine = Engine(
+    engine = SteppedEngine(
         model,
         max_tokens=rng.choice([8, 80]) * max(2 * longest, 64),
         max_running=rng.choice([2, 5, 16]),
         prefill_tokens=rng.choice([7, 64, 2048]),
+        kernels=EXACT,
     )
     prompts: list[tuple[int, ...]] = []
     most = 2 if longest > 200 else 4
@@ -164,7 +133,7 @@ def generate(model: PreTrainedModel, rng: random.Random, longest: int, temperatu
 @torch.inference_mode()
 def generate_turns(model: PreTrainedModel, rng: random.Random, temperature: float) -> Group:
     """Rollouts of several turns, each with a branch, whose requests name everything after the prompt as continued."""
-    engine = Engine(model, max_tokens=4096, max_running=rng.choice([2, 16]), prefill_tokens=rng.choice([7, 64]))
+    engine = SteppedEngine(model, 4096, rng.choice([2, 16]), rng.choice([7, 64]), EXACT)
 
     def tokens(most: int) -> tuple[int, ...]:
         return tuple(rng.randrange(1, model.config.vocab_size) for _ in range(rng.randint(1, most)))

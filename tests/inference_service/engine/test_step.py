@@ -6,7 +6,6 @@ cancelled, all of them sometimes computed anew; compared with a forward pass of 
 
 import random
 from collections.abc import Iterable, Iterator
-from copy import deepcopy
 
 import pytest
 import torch
@@ -17,20 +16,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from async_rl.shared.protocol.inference import SamplingParams
 from benchmarks.common.random_model import random_model
 from inference_service.engine import segments
-from inference_service.engine.delta_net import delta_net_of
-from inference_service.engine.kv_store import KVStore, NoRoom
-from inference_service.engine.sampling import sample_step
-from inference_service.engine.schedule import Schedule, Work
+from inference_service.engine.kv_store import NoRoom
 from inference_service.engine.sequences import Sequence
-from inference_service.engine.step import ModelStep
+from tests.support.stepped_engine import SteppedEngine
 from tests.support.tiny_model import FAMILIES, MODEL_SIZE
 
 pytestmark = pytest.mark.computes
 
 SHORTEST_SHARED = 3
-STATE_TOKENS = 40
-"""What a state of gated delta nets counts as."""
-
 NEAR_TIE = 1e-6
 """Between two experts' router logits: rounding decides there, and whichever it takes is right."""
 
@@ -72,47 +65,6 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "MIN_SHARED", SHORTEST_SHARED)
 
 
-def head_dim(config: PreTrainedConfig) -> int:
-    if hasattr(config, "kv_lora_rank"):
-        return max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
-    return getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-
-
-class Engine:
-    """The parts of continuous batching, driven step by step."""
-
-    def __init__(self, model: PreTrainedModel, max_tokens: int, max_running: int, prefill_tokens: int) -> None:
-        config = model.config
-        self.step = ModelStep(deepcopy(model))
-        self.store = KVStore(
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-            head_dim(config),
-            torch.float32,
-            torch.device("cpu"),
-            max_tokens,
-            num_routes=self.step.routes.width,
-            delta=delta_net_of(config),
-            state_tokens=STATE_TOKENS,
-        )
-        self.schedule = Schedule(self.store, max_running, prefill_tokens)
-
-    def run_step(self) -> None:
-        self.compute(self.schedule.next())
-
-    @torch.inference_mode()
-    def compute(self, work: Work) -> None:
-        drawing = self.step(work, self.store.generation)
-        sequences = [run.sequence for run in drawing.runs]
-        if not sequences:
-            return
-        samples = sample_step(drawing.logits, sequences, "processed_logprobs", "v")
-        for run, sample in zip(drawing.runs, samples, strict=True):
-            run.sequence.samples.append(sample)
-            if not run.sequence.remaining_tokens:
-                self.schedule.finish(run)
-
-
 def make_prompts(rng: random.Random, num: int, longest: int) -> list[tuple[int, ...]]:
     """Some equal, some with a common beginning, some the beginning of others."""
     prompts: list[tuple[int, ...]] = []
@@ -144,7 +96,7 @@ def test_each_token_has_the_probability_that_the_model_alone_gives_it(
         for prompt in make_prompts(rng, rng.randint(1, 12), 70)
         for _ in range(rng.choice([1, 1, 4]))
     ]
-    engine = Engine(model, 1100 if has_little_room else 100_000, max_running, prefill_tokens)
+    engine = SteppedEngine(model, 1100 if has_little_room else 100_000, max_running, prefill_tokens)
     live = set(sequences)
     for some in in_rounds(rng, sequences):
         engine.schedule.add(some)
@@ -199,7 +151,7 @@ def test_turns_have_the_probabilities_that_the_model_alone_gives_them(
 ) -> None:
     """Rollouts that go on, branch and begin again, several at once, some of their turns cancelled."""
     rng = random.Random(seed)
-    engine = Engine(model, 1100 if has_little_room else 100_000, max_running, prefill_tokens)
+    engine = SteppedEngine(model, 1100 if has_little_room else 100_000, max_running, prefill_tokens)
     roots = make_prompts(rng, 2, 20)
     live: list[Sequence] = []
     done: list[Sequence] = []
@@ -229,7 +181,7 @@ def test_turns_have_the_probabilities_that_the_model_alone_gives_them(
 @torch.inference_mode()
 @pytest.mark.parametrize("num_rollouts", [1, 4])
 def test_a_later_turn_computes_only_what_is_new(model: PreTrainedModel, num_rollouts: int) -> None:
-    engine = Engine(model, 100_000, 16, 512)
+    engine = SteppedEngine(model, 100_000, 16, 512)
     prompt = tuple(range(2, 42))
     contexts = [prompt] * num_rollouts
     for number in range(8):
@@ -254,7 +206,7 @@ def test_a_later_turn_computes_only_what_is_new(model: PreTrainedModel, num_roll
 
 
 def test_a_group_shares_its_prompt_and_continuations_share_it_too(model: PreTrainedModel) -> None:
-    engine = Engine(model, 100_000, 16, 512)
+    engine = SteppedEngine(model, 100_000, 16, 512)
     prompt = tuple(range(2, 72))
     group = [Sequence(prompt, SamplingParams(max_tokens=5), seed, frozenset()) for seed in range(4)]
     continued = [Sequence((*prompt, *(80 + i, 81 + i)), SamplingParams(max_tokens=5), i, frozenset()) for i in range(3)]
@@ -269,7 +221,7 @@ def test_a_group_shares_its_prompt_and_continuations_share_it_too(model: PreTrai
 
 
 def test_one_that_does_not_fit_alone_is_an_error_and_not_an_endless_loop(model: PreTrainedModel) -> None:
-    engine = Engine(model, 128, 4, 512)
+    engine = SteppedEngine(model, 128, 4, 512)
     engine.schedule.add([Sequence(tuple(range(2, 90)), SamplingParams(max_tokens=90), 0, frozenset())])
     with pytest.raises(NoRoom):
         while engine.schedule.has_work:
