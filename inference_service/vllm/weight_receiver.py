@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from async_rl.shared.protocol.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_fingerprint
 from async_rl.shared.protocol.inference import AdapterInfo, InitInfo, UpdateInfo
 from async_rl.shared.weights.fingerprint import TensorSpec
-from inference_service.engine_interface import RequestRefused
-from inference_service.weight_transfer.receiver import WeightReceiver
+from inference_service.weight_transfer.receiver import WeightReceiver, announced_specs
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 LoadWeights = Callable[[NamedTensors], object]
@@ -140,32 +139,6 @@ def save_adapters(factors: Mapping[str, torch.Tensor], info: AdapterInfo, direct
     }
     save_file(dict(factors), directory / WEIGHTS_FILE, metadata={"format": "pt"})
     (directory / CONFIG_FILE).write_text(json.dumps(content))
-
-
-def announced_specs(update: UpdateInfo) -> list[TensorSpec]:
-    """The tensors of an announcement. Whether the model has them is checked by vLLM, which fuses and renames weights.
-
-    Raises:
-        RequestRefused: the lists differ in length, a name occurs twice, or torch has no such dtype.
-    """
-    lengths = (len(update.names), len(update.dtype_names), len(update.shapes))
-    if len(set(lengths)) != 1:
-        raise RequestRefused(
-            f"update_info.names, dtype_names and shapes have {lengths} entries: expected equal lengths", "update_info"
-        )
-    if len(set(update.names)) != len(update.names):
-        twice = next(name for name in update.names if update.names.count(name) > 1)
-        raise RequestRefused(f"weight {twice!r} is announced twice: send every tensor once", "update_info.names")
-    for name, dtype_name in zip(update.names, update.dtype_names, strict=True):
-        if not isinstance(getattr(torch, dtype_name, None), torch.dtype):
-            raise RequestRefused(
-                f"weight {name!r} has dtype {dtype_name!r}: expected the name of a torch dtype, such as 'bfloat16'",
-                "update_info.dtype_names",
-            )
-    return [
-        TensorSpec(name, dtype_name, tuple(shape))
-        for name, dtype_name, shape in zip(update.names, update.dtype_names, update.shapes, strict=True)
-    ]
 
 
 def in_batches(

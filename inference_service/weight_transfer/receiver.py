@@ -61,42 +61,57 @@ def specs_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     }
 
 
-def check_update(update: UpdateInfo, expected: Mapping[str, TensorSpec]) -> list[TensorSpec]:
-    """Compares an announced stream with what the model takes, before anything is received.
+def announced_specs(update: UpdateInfo) -> list[TensorSpec]:
+    """The tensors of an announcement, whether or not a model has them: vLLM, which fuses and renames weights, checks
+    that itself.
 
     Raises:
-        RequestRefused: the lists differ in length, a name is unknown or given twice, or a dtype or shape differs.
+        RequestRefused: the lists differ in length, a name occurs twice, or torch has no such dtype.
     """
     lengths = (len(update.names), len(update.dtype_names), len(update.shapes))
     if len(set(lengths)) != 1:
         raise RequestRefused(
-            "update_info.names, dtype_names and shapes have {}, {} and {} entries: expected equal lengths".format(
-                *lengths
-            ),
-            "update_info",
+            f"update_info.names, dtype_names and shapes have {lengths} entries: expected equal lengths", "update_info"
         )
-    specs = []
-    seen: set[str] = set()
-    for name, dtype_name, shape in zip(update.names, update.dtype_names, update.shapes, strict=True):
-        want = expected.get(name)
-        if want is None:
-            raise RequestRefused(f"the model has no weight {name!r}: {_advice(name, expected)}", "update_info.names")
-        if name in seen:
-            raise RequestRefused(f"weight {name!r} is announced twice: send every tensor once", "update_info.names")
-        if dtype_name != want.dtype_name:
+    if len(set(update.names)) != len(update.names):
+        twice = next(name for name in update.names if update.names.count(name) > 1)
+        raise RequestRefused(f"weight {twice!r} is announced twice: send every tensor once", "update_info.names")
+    for name, dtype_name in zip(update.names, update.dtype_names, strict=True):
+        if not isinstance(getattr(torch, dtype_name, None), torch.dtype):
             raise RequestRefused(
-                f"weight {name!r} has dtype {dtype_name!r}, the model expects {want.dtype_name!r}: "
+                f"weight {name!r} has dtype {dtype_name!r}: expected the name of a torch dtype, such as 'bfloat16'",
+                "update_info.dtype_names",
+            )
+    return [
+        TensorSpec(name, dtype_name, tuple(shape))
+        for name, dtype_name, shape in zip(update.names, update.dtype_names, update.shapes, strict=True)
+    ]
+
+
+def check_update(update: UpdateInfo, expected: Mapping[str, TensorSpec]) -> list[TensorSpec]:
+    """Compares an announced stream with what the model takes, before anything is received.
+
+    Raises:
+        RequestRefused: the announcement contradicts itself, a name is unknown, or a dtype or shape differs.
+    """
+    specs = announced_specs(update)
+    for spec in specs:
+        want = expected.get(spec.name)
+        if want is None:
+            advice = _advice(spec.name, expected)
+            raise RequestRefused(f"the model has no weight {spec.name!r}: {advice}", "update_info.names")
+        if spec.dtype_name != want.dtype_name:
+            raise RequestRefused(
+                f"weight {spec.name!r} has dtype {spec.dtype_name!r}, the model expects {want.dtype_name!r}: "
                 "convert it before sending, or start the instance with that --dtype",
                 "update_info.dtype_names",
             )
-        if tuple(shape) != want.shape:
+        if spec.shape != want.shape:
             raise RequestRefused(
-                f"weight {name!r} has shape {list(shape)}, the model expects {list(want.shape)}: "
+                f"weight {spec.name!r} has shape {list(spec.shape)}, the model expects {list(want.shape)}: "
                 "both sides must be made from the same checkpoint",
                 "update_info.shapes",
             )
-        seen.add(name)
-        specs.append(want)
     return specs
 
 

@@ -22,8 +22,9 @@ from async_rl.shared.weights.store import StoreServer
 from async_rl.shared.weights.stream import WeightGroup
 from inference_service.engine_interface import RequestRefused
 from inference_service.vllm.weight_adapters import LoadsThroughCallback, ReloadsModel, form_of
-from inference_service.vllm.weight_receiver import WorkerReceiver, announced_specs, in_batches
+from inference_service.vllm.weight_receiver import WorkerReceiver, in_batches
 from inference_service.vllm.worker import WorkerExtension, digest_of_files
+from inference_service.weight_transfer.receiver import announced_specs
 
 SECRET = "of this meeting" * 3
 TIMEOUT_S = 20.0
