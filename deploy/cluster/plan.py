@@ -56,15 +56,14 @@ class ClusterPlan:
     config_path: Path
     config: Config
     overrides: tuple[str, ...]
+    env: Mapping[str, str]
     num_nodes: int
     ranks_per_node: int
     node: Resources
-    training_env: Mapping[str, str]
     training_grace_s: float
     min_instances: int
     max_instances: int
     instance: Resources
-    instance_env: Mapping[str, str]
     instance_grace_s: float
     fleet_port: int
     master_port: int
@@ -93,29 +92,9 @@ class ClusterPlan:
         `register` is the URL of the fleet endpoint, or the run's directory where all hosts see it; `patience_s` is how
         long it waits for a trainer before it ends, 0 for ever.
         """
-        config = self.config
-        options: dict[str, object] = {
-            "--engine": config.inference.engine,
-            "--model": config.model.path,
-            "--host": ANY_HOST,
-            "--port": port,
-            "--device": config.trainer.device,
-            "--tp": config.inference.tensor_parallel,
-            "--dtype": config.model.dtype,
-            "--max-concurrency": config.inference.max_concurrency,
-            "--register": register,
-            "--name": name,
-            "--patience-s": patience_s,
-        }
-        if config.max_model_len is not None:
-            options["--max-model-len"] = config.max_model_len
-        python = config.inference.python or config.cluster.python or sys.executable
-        argv = [python, "-m", "inference_service"]
-        for key, value in options.items():
-            argv += [key, str(value)]
-        if config.train.exact:
-            argv.append("--exact")
-        return [*argv, *(["--", *config.engine_options] if config.engine_options else [])]
+        python = self.config.inference.python or self.config.cluster.python or sys.executable
+        where = ("--register", register, "--name", name, "--patience-s", str(patience_s))
+        return instance_command(self.config, python, ANY_HOST, port, *where)
 
 
 def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) -> ClusterPlan:
@@ -139,29 +118,22 @@ def plan_cluster(config_path: Path, config: Config, overrides: Sequence[str]) ->
             f"run.placement is {config.run.placement!r}, but a cluster's launcher places instances on devices of their "
             "own: leave the key out, or start the run on one host with async-rl run"
         )
-    if config.trainer.device == "npu" and config.inference.engine == "transformers":
-        raise ConfigError(
-            "trainer.device is 'npu' with inference.engine = 'transformers', which does not run there: set "
-            "inference.engine to 'vllm' (with vllm-ascend)"
-        )
+    require_engine_for_device(config)
     cluster, ranks = config.cluster, config.trainer.num_local_ranks
-    node = _resources(config, workers=ranks)
-    instance = _resources(config, workers=config.inference.tensor_parallel)
     grace_s = config.checkpoint.grace_s + 2 * GRACE_S
     return ClusterPlan(
         name=config.run.dir.absolute().name,
         config_path=config_path.resolve(),
         config=config,
         overrides=tuple(overrides),
+        env=process_environment(threads=1) | cluster.env,
         num_nodes=cluster.training_nodes,
         ranks_per_node=ranks,
-        node=node,
-        training_env=_environment(cluster.env, node.cores, ranks),
+        node=_resources(config, workers=ranks),
         training_grace_s=grace_s,
         min_instances=config.inference.num_instances,
         max_instances=cluster.max_instances or config.inference.num_instances,
-        instance=instance,
-        instance_env=_environment(cluster.env, instance.cores, config.inference.tensor_parallel),
+        instance=_resources(config, workers=config.inference.tensor_parallel),
         instance_grace_s=INSTANCE_GRACE_S,
         fleet_port=config.pool.fleet_port or FLEET_PORT,
         master_port=master_port(config.pool.fleet_port),
@@ -181,13 +153,44 @@ def _resources(config: Config, *, workers: int) -> Resources:
     return Resources(workers + 1, 0 if kind == "cpu" else workers, kind)
 
 
-def _environment(more: Mapping[str, str], cores: int, workers: int) -> dict[str, str]:
-    threads = max(1, (cores - 1) // workers)
+def require_engine_for_device(config: Config) -> None:
+    """
+    Raises:
+        ConfigError: the engine does not run on the config's devices.
+    """
+    if config.trainer.device == "npu" and config.inference.engine == "transformers":
+        raise ConfigError(
+            "trainer.device is 'npu' with inference.engine = 'transformers', which does not run there: set "
+            "inference.engine to 'vllm' (with vllm-ascend)"
+        )
+
+
+def instance_command(config: Config, python: str, host: str, port: int, *more: str) -> list[str]:
+    """The command line of one instance that listens at `host` and `port`; `more` are options besides those that follow
+    from the config."""
+    options = {
+        "--engine": config.inference.engine,
+        "--model": config.model.path,
+        "--host": host,
+        "--port": port,
+        "--device": config.trainer.device,
+        "--tp": config.inference.tensor_parallel,
+        "--dtype": config.model.dtype,
+        "--max-concurrency": config.inference.max_concurrency,
+        "--max-model-len": config.max_model_len,
+    }
+    given = [word for key, value in options.items() if value is not None for word in (key, str(value))]
+    exact = ["--exact"] if config.train.exact else []
+    of_engine = ["--", *config.engine_options] if config.engine_options else []
+    return [python, "-m", "inference_service", *given, *more, *exact, *of_engine]
+
+
+def process_environment(threads: int) -> dict[str, str]:
+    """Of an instance or the training ranks, beyond the launcher's own, with so many threads for each worker."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         # Files of the working directory must not replace modules of the same name.
         "PYTHONSAFEPATH": "1",
-        **more,
     }

@@ -95,7 +95,7 @@ def chart_values(
         "training": {
             "nodes": plan.num_nodes,
             "command": _literal([*_training_pod(plan, argv[0], release), "--", *argv]),
-            "env": _literal_env(plan.training_env),
+            "env": _literal_env(plan.env),
             "ports": {"master": plan.master_port},
             "gracePeriodSeconds": round(plan.training_grace_s),
             **_demand(plan.node, 1),
@@ -105,7 +105,7 @@ def chart_values(
             "max": plan.max_instances,
             "hosts": hosts_per_instance,
             **_instance_commands(plan, f"http://{first_host}:{plan.fleet_port}", hosts_per_instance),
-            "env": _literal_env(plan.instance_env),
+            "env": _literal_env(plan.env),
             "port": INSTANCE_PORT,
             "gracePeriodSeconds": round(plan.instance_grace_s),
             **_demand(plan.instance, hosts_per_instance),

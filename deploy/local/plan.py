@@ -15,6 +15,7 @@ from typing import Literal
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from deploy.cluster.plan import instance_command, process_environment, require_engine_for_device
 from deploy.cluster.process import GRACE_S, Process, log_path, stopped_after_s, torchrun_dir
 from deploy.local.machine import HOST, VISIBLE, Machine
 from deploy.local.machine_shares import Share, share_out
@@ -73,7 +74,7 @@ def plan(
             f"cluster.training_nodes is {config.cluster.training_nodes}, but this launcher starts everything on this "
             "host: set it to 1, or start the run with async-rl launch"
         )
-    _require_engine_for_device(config)
+    require_engine_for_device(config)
     shares, trainer_share = share_out(config, machine)
     instances, urls = _instances(config, shares, ports, asleep=config.run.placement == "turns")
     trainer = _trainer(config_path, config, overrides, urls, trainer_share, program)
@@ -88,7 +89,7 @@ def plan_instances(
     Raises:
         ConfigError: the machine lacks the requested resources.
     """
-    _require_engine_for_device(config)
+    require_engine_for_device(config)
     return _instances(config, share_out(config, machine, with_trainer=False)[0], ports, asleep=False)
 
 
@@ -116,14 +117,6 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _require_engine_for_device(config: Config) -> None:
-    if config.trainer.device == "npu" and config.inference.engine == "transformers":
-        raise ConfigError(
-            "trainer.device is 'npu' with inference.engine = 'transformers', which does not run there: set "
-            "inference.engine to 'vllm' (with vllm-ascend)"
-        )
-
-
 def _instances(
     config: Config, shares: Sequence[Share], ports: Sequence[int], *, asleep: bool
 ) -> tuple[tuple[Process, ...], tuple[str, ...]]:
@@ -136,29 +129,9 @@ def _instances(
 
 
 def _instance(config: Config, index: int, port: int, share: Share, *, asleep: bool) -> Process:
-    name = f"instance-{index}"
-    options: dict[str, object] = {
-        "--engine": config.inference.engine,
-        "--model": config.model.path,
-        "--host": HOST,
-        "--port": port,
-        "--device": config.trainer.device,
-        "--tp": config.inference.tensor_parallel,
-        "--dtype": config.model.dtype,
-        "--max-concurrency": config.inference.max_concurrency,
-    }
-    if config.max_model_len is not None:
-        options["--max-model-len"] = config.max_model_len
-    argv = [config.inference.python or sys.executable, "-m", "inference_service"]
-    for key, value in options.items():
-        argv += [key, str(value)]
-    if config.train.exact:
-        argv.append("--exact")
-    if asleep:
-        argv.append("--asleep")
-    if config.engine_options:
-        argv += ["--", *config.engine_options]
-    return _process(config, name, "instance", argv, share)
+    python, switches = config.inference.python or sys.executable, ["--asleep"] if asleep else []
+    argv = instance_command(config, python, HOST, port, *switches)
+    return _process(config, f"instance-{index}", "instance", argv, share)
 
 
 def _trainer(
@@ -187,13 +160,7 @@ def _trainer(
 def _process(
     config: Config, name: str, role: Literal["instance", "trainer"], argv: Sequence[str], share: Share
 ) -> Process:
-    env = {
-        "OMP_NUM_THREADS": str(share.threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-        # Files of the working directory must not replace modules of the same name.
-        "PYTHONSAFEPATH": "1",
-    }
+    env = process_environment(share.threads)
     if share.devices:
         env[VISIBLE[config.trainer.device]] = ",".join(dict.fromkeys(share.devices + share.seen))
     log, limit_s = log_path(config.run.dir, name), stopped_after_s(config.trainer.lost_after_s)

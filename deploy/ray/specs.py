@@ -49,7 +49,7 @@ def training_group(plan: ClusterPlan) -> GroupSpec:
                 "trainer",
                 (*here.training_argv(node_rank=str(rank), master_address=first.address), at),
                 log_path(run_dir(plan), name),
-                env=plan.training_env,
+                env=plan.env,
                 grace_s=plan.training_grace_s,
                 stopped_after_s=_stopped_after_s(plan),
             )
@@ -65,7 +65,7 @@ def instance_group(plan: ClusterPlan, name: str) -> GroupSpec:
     def processes(nodes: Sequence[Node]) -> list[Process]:
         argv = tuple(plan.instance_argv(name=name, port=nodes[0].ports[0], register=str(run_dir(plan))))
         log = log_path(run_dir(plan), name)
-        env, grace_s, limit_s = plan.instance_env, plan.instance_grace_s, _stopped_after_s(plan)
+        env, grace_s, limit_s = plan.env, plan.instance_grace_s, _stopped_after_s(plan)
         return [Process(name, "instance", argv, log, env=env, grace_s=grace_s, stopped_after_s=limit_s)]
 
     return GroupSpec(name, (name,), plan.instance, plan.instance_grace_s, processes)

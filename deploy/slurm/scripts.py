@@ -48,7 +48,7 @@ def training_script(plan: ClusterPlan) -> str:
         f"Trains {plan.name}: torchrun on {plan.num_nodes} node(s).",
         options,
         [
-            *_exports(plan, plan.training_env),
+            *_exports(plan),
             *_kept(plan, TRAINER, "trainer", plan.training_grace_s, srun),
         ],
     )
@@ -88,7 +88,7 @@ def instances_script(plan: ClusterPlan) -> str:
         f"Instances of {plan.name}: each registers itself with the trainer, through the run's directory.",
         options,
         [
-            *_exports(plan, plan.instance_env),
+            *_exports(plan),
             *_visible_devices(plan.instance),
             *_kept(plan, INSTANCE, "instance", plan.instance_grace_s, argv, {"--training-job": TRAINING_JOB}),
         ],
@@ -125,11 +125,11 @@ def _option(word: str) -> str:
     return shlex.quote(word)
 
 
-def _exports(plan: ClusterPlan, environment: Mapping[str, str]) -> list[str]:
+def _exports(plan: ClusterPlan) -> list[str]:
     """The environment of a task; the token comes from a file that only the user can read."""
     return [
         f'export ASYNC_RL_TOKEN="$(cat {shlex.quote(str(token_file(_run_dir(plan))))})"',
-        *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
+        *(f"export {name}={shlex.quote(value)}" for name, value in plan.env.items()),
     ]
 
 
