@@ -5,6 +5,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+from openai import OpenAI
+
 from async_rl.method.token_arrays import TokenIds
 from async_rl.method.types import Prompt
 from async_rl.parts.gateway.gateway import Access, Gateway
@@ -13,11 +15,17 @@ from async_rl.rollouts.agents.session import RolloutSession, Sessions
 from async_rl.rollouts.groups.trajectory import Trajectory
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.shared.event_loop import EventLoopThread
-from tests.support.agent_tokenizer import make_agent_tokenizer
+from tests.support.agent_tokenizer import END, make_agent_tokenizer
 from tests.support.rollout_settings import rollout_section
 from tests.support.scripted_policy import Say, ScriptedPolicy
 
 VERSION = "run-0"
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+def calculator(context: str, seed: int) -> str:
+    """Calls the tool, and then says what it returned."""
+    return f"it is {context.rpartition('tool' + chr(10))[2][0]}" if "tool\n3" in context else f"let me see{CALL}"
 
 
 @dataclass
@@ -35,6 +43,23 @@ class Rollout:
             return self.session.finish(reward)
 
         return self.rig.loop.run(finish())
+
+    def end_calculation(self) -> None:
+        """Ends one whose client followed `calculator`: what this said was sampled and is trained, in one sequence."""
+        trajectory = self.end(reward=1.0)
+        (response,) = trajectory.responses
+        texts = [f"let me see{CALL}", "it is 3"]
+        said = [(*ids, END) for ids in self.rig.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        sampled = [token for ids in said for token in ids]
+        assert [response.token_ids[i] for i in response.sampled] == sampled
+        assert response.logprobs == tuple(-(1 + token) / 128 for token in sampled)
+        assert (trajectory.num_turns, trajectory.status, trajectory.reward) == (2, "completed", 1.0)
+        assert [span.version for span in response.weight_spans] == [VERSION]
+
+    def client(self, **options: Any) -> OpenAI:
+        """Closed with the rollout's gateway."""
+        own = {"base_url": self.access.base_url, "api_key": "unused"}
+        return self.rig.closing.enter_context(OpenAI(**own | options))
 
     @property
     def num_turns(self) -> int:

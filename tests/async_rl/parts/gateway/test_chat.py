@@ -8,11 +8,9 @@ from typing import Any
 
 import openai
 import pytest
-from openai import OpenAI
 
 from async_rl.parts.gateway.answer import AT_LIMIT
-from tests.support.agent_tokenizer import END
-from tests.support.gateway_rig import VERSION, Rollout
+from tests.support.gateway_rig import calculator
 
 ADD = {
     "type": "function",
@@ -21,51 +19,29 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
     },
 }
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-
-
-def calculator(context: str, seed: int) -> str:
-    """Calls the tool, and then says what it returned."""
-    return f"it is {context.rpartition('tool' + chr(10))[2][0]}" if "tool\n3" in context else f"let me see{CALL}"
-
-
-def client(rollout: Rollout, **options: Any) -> OpenAI:
-    """Closed with the rollout's gateway."""
-    return rollout.rig.closing.enter_context(
-        OpenAI(**{"base_url": rollout.access.base_url, "api_key": "unused"} | options)
-    )
 
 
 def test_a_tool_loop_of_the_sdk_is_one_sequence_with_the_tokens_that_were_sampled(rigs) -> None:
     rig = rigs(calculator)
     rollout = rig.open()
     messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
-    first = client(rollout).chat.completions.create(model="any", messages=messages, tools=[ADD])
+    first = rollout.client().chat.completions.create(model="any", messages=messages, tools=[ADD])
     (choice,) = first.choices
     assert choice.finish_reason == "tool_calls" and choice.message.content == "let me see"
     (call,) = choice.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
     messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
-    second = client(rollout).chat.completions.create(model="any", messages=messages, tools=[ADD])
+    second = rollout.client().chat.completions.create(model="any", messages=messages, tools=[ADD])
     assert second.choices[0].message.content == "it is 3" and second.choices[0].finish_reason == "stop"
     assert second.usage.completion_tokens == len("it is 3") + 1
-
-    trajectory = rollout.end(reward=1.0)
-    (response,) = trajectory.responses
-    said = [
-        rig.tokenizer([text], add_special_tokens=False)["input_ids"][0] for text in (f"let me see{CALL}", "it is 3")
-    ]
-    assert [response.token_ids[i] for i in response.sampled] == [token for ids in said for token in (*ids, END)]
-    assert response.logprobs == tuple(-(1 + token) / 128 for ids in said for token in (*ids, END))
-    assert (trajectory.num_turns, trajectory.status, trajectory.reward) == (2, "completed", 1.0)
-    assert [span.version for span in response.weight_spans] == [VERSION]
+    rollout.end_calculation()
 
 
 def test_a_stream_has_the_deltas_of_openai(rigs) -> None:
     rollout = rigs(calculator).open()
     options: Any = {"stream": True, "stream_options": {"include_usage": True}, "tools": [ADD], "logprobs": True}
     chunks = list(
-        client(rollout).chat.completions.create(model="any", messages=[{"role": "user", "content": "1?"}], **options)
+        rollout.client().chat.completions.create(model="any", messages=[{"role": "user", "content": "1?"}], **options)
     )
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     assert deltas[0].role == "assistant"
@@ -84,17 +60,17 @@ def test_a_stream_has_the_deltas_of_openai(rigs) -> None:
 def test_the_accumulated_stream_of_the_sdk_continues_its_turn(rigs) -> None:
     rollout = rigs(calculator).open()
     messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
-    with client(rollout).chat.completions.stream(model="any", messages=messages, tools=[ADD]) as stream:
+    with rollout.client().chat.completions.stream(model="any", messages=messages, tools=[ADD]) as stream:
         said = stream.get_final_completion().choices[0].message
     messages += [said, {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "3"}]
-    client(rollout).chat.completions.create(model="any", messages=messages, tools=[ADD])
+    rollout.client().chat.completions.create(model="any", messages=messages, tools=[ADD])
     assert len(rollout.end().responses) == 1
 
 
 def test_a_changed_history_is_a_branch_and_every_token_trains_once(rigs) -> None:
     rig = rigs(lambda context, seed: "yes")
     rollout = rig.open()
-    ask = client(rollout).chat.completions.create
+    ask = rollout.client().chat.completions.create
     messages: list[Any] = [{"role": "user", "content": "one"}]
     said = ask(model="m", messages=messages).choices[0].message
     ask(model="m", messages=[*messages, said, {"role": "user", "content": "two"}])
@@ -105,7 +81,7 @@ def test_a_changed_history_is_a_branch_and_every_token_trains_once(rigs) -> None
 
 def test_the_key_does_as_api_key_without_a_path_of_its_own(rigs) -> None:
     rollout = rigs(lambda context, seed: "yes").open()
-    sdk = client(rollout, base_url=f"{rollout.access.root_url}/v1", api_key=rollout.access.key)
+    sdk = rollout.client(base_url=f"{rollout.access.root_url}/v1", api_key=rollout.access.key)
     assert sdk.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}]).choices
     assert [model.id for model in sdk.models.list()] == ["policy"] and sdk.models.retrieve("a/b").id == "a/b"
 
@@ -115,7 +91,7 @@ def test_what_a_client_asks_of_sampling_is_ignored_and_logged_once(rigs, caplog)
     rollout = rig.open()
     with caplog.at_level(logging.WARNING, logger="async_rl.parts.gateway"):
         for seed in (1, 2):
-            client(rollout).chat.completions.create(
+            rollout.client().chat.completions.create(
                 model="m",
                 messages=[{"role": "user", "content": "?"}],
                 temperature=0.1,
@@ -123,7 +99,7 @@ def test_what_a_client_asks_of_sampling_is_ignored_and_logged_once(rigs, caplog)
                 user="me",
                 response_format={"type": "json_object"},
             )
-        client(rollout).chat.completions.create(
+        rollout.client().chat.completions.create(
             model="m", messages=[{"role": "user", "content": "?"}], temperature=0.7, top_p=1.0
         )
     assert sorted(record.args[0] for record in caplog.records) == ["response_format", "seed", "temperature"]
@@ -148,14 +124,14 @@ def test_what_cannot_be_had_is_a_clear_400(rigs, options: dict[str, Any], param:
     rollout = rigs(lambda context, seed: "yes").open()
     body: Any = {"model": "m", "messages": [{"role": "user", "content": "?"}], **options}
     with pytest.raises(openai.BadRequestError) as error:
-        client(rollout).chat.completions.create(**body)
+        rollout.client().chat.completions.create(**body)
     assert error.value.param == param and "expected" in error.value.message
     assert rollout.num_turns == 0
 
 
 def test_no_tools_are_offered_where_none_may_be_called(rigs) -> None:
     rig = rigs(lambda context, seed: "yes")
-    client(rig.open()).chat.completions.create(
+    rig.open().client().chat.completions.create(
         model="m", messages=[{"role": "user", "content": "?"}], tools=[ADD], tool_choice="none"
     )
     assert "tools" not in rig.policy.requests[0][0]
@@ -163,7 +139,7 @@ def test_no_tools_are_offered_where_none_may_be_called(rigs) -> None:
 
 def test_max_tokens_and_stop_are_honoured_within_the_limits_of_the_run(rigs) -> None:
     rig = rigs(lambda context, seed: "abcdef", max_response_tokens=8)
-    ask = client(rig.open()).chat.completions.create
+    ask = rig.open().client().chat.completions.create
     messages: Any = [{"role": "user", "content": "?"}]
     assert ask(model="m", messages=messages, max_completion_tokens=2).choices[0].finish_reason == "length"
     stopped = ask(model="m", messages=messages, stop="c").choices[0]
@@ -173,7 +149,7 @@ def test_max_tokens_and_stop_are_honoured_within_the_limits_of_the_run(rigs) -> 
 
 def test_at_a_limit_an_agent_gets_answers_that_say_so_and_then_errors(rigs) -> None:
     rollout = rigs(lambda context, seed: "yes", max_turns=1).open()
-    ask = client(rollout, max_retries=0).chat.completions.create
+    ask = rollout.client(max_retries=0).chat.completions.create
     messages: Any = [{"role": "user", "content": "?"}]
     ask(model="m", messages=messages)
     for _ in range(4):
@@ -188,7 +164,7 @@ def test_at_a_limit_an_agent_gets_answers_that_say_so_and_then_errors(rigs) -> N
 
 def test_a_conversation_that_does_not_fit_is_refused_like_by_any_server(rigs) -> None:
     rollout = rigs(lambda context, seed: "yes", max_model_len=100).open()
-    ask = client(rollout).chat.completions.create
+    ask = rollout.client().chat.completions.create
     with pytest.raises(openai.BadRequestError) as error:
         ask(model="m", messages=[{"role": "user", "content": "x" * 100}])
     assert error.value.code == "context_length_exceeded" and "maximum context length" in error.value.message
@@ -198,13 +174,13 @@ def test_a_conversation_that_does_not_fit_is_refused_like_by_any_server(rigs) ->
 def test_after_the_rollout_its_key_is_gone(rigs) -> None:
     rollout = rigs(lambda context, seed: "yes").open()
     messages: Any = [{"role": "user", "content": "?"}]
-    client(rollout).chat.completions.create(model="m", messages=messages)
+    rollout.client().chat.completions.create(model="m", messages=messages)
     rollout.end()
     with pytest.raises(openai.APIStatusError) as error:
-        client(rollout).chat.completions.create(model="m", messages=messages)
+        rollout.client().chat.completions.create(model="m", messages=messages)
     assert error.value.status_code == 410 and error.value.code == "rollout_ended"
     with pytest.raises(openai.AuthenticationError):
-        client(rollout, base_url=f"{rollout.access.root_url}/v1", api_key="guessed").models.list()
+        rollout.client(base_url=f"{rollout.access.root_url}/v1", api_key="guessed").models.list()
 
 
 def test_retries_of_the_sdk_join_and_train_one_turn(rigs) -> None:
@@ -212,7 +188,7 @@ def test_retries_of_the_sdk_join_and_train_one_turn(rigs) -> None:
     rig = rigs(lambda context, seed: "yes")
     rig.policy.before_answering = lambda: asyncio.sleep(3.0)
     rollout = rig.open()
-    sdk = client(rollout, timeout=1.0, max_retries=5)
+    sdk = rollout.client(timeout=1.0, max_retries=5)
     assert sdk.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}]).choices
     trajectory = rollout.end()
     assert (len(rig.policy.requests), trajectory.num_turns, len(trajectory.responses)) == (1, 1, 1)
@@ -220,7 +196,7 @@ def test_retries_of_the_sdk_join_and_train_one_turn(rigs) -> None:
 
 def test_an_answer_that_was_sent_is_sent_again_to_a_retry(rigs) -> None:
     rollout = rigs(lambda context, seed: str(seed)).open()
-    ask = client(rollout).chat.completions.with_raw_response.create
+    ask = rollout.client().chat.completions.with_raw_response.create
     messages: Any = [{"role": "user", "content": "?"}]
     first = ask(model="m", messages=messages)
     again = ask(model="m", messages=messages, extra_headers={"x-stainless-retry-count": "1"})
@@ -236,12 +212,12 @@ def test_what_nobody_waits_for_is_cancelled_and_not_trained(rigs, eventually, mo
     rig.policy.before_answering = lambda: asyncio.sleep(60)
     rollout = rig.open()
     with pytest.raises(openai.APITimeoutError):
-        client(rollout, timeout=0.2, max_retries=0).chat.completions.create(
+        rollout.client(timeout=0.2, max_retries=0).chat.completions.create(
             model="m", messages=[{"role": "user", "content": "?"}]
         )
     eventually(lambda: rig.policy.num_cancelled == 1)
     rig.policy.before_answering = lambda: asyncio.sleep(0)
-    client(rollout).chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+    rollout.client().chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
     # The one after the same tokens samples what the cancelled one would have sampled.
     assert rig.policy.requests[0][1].seed == rig.policy.requests[1][1].seed
     assert rollout.end().num_turns == 1
@@ -251,7 +227,7 @@ def test_the_end_of_a_rollout_ends_its_requests_with_410(rigs) -> None:
     rig = rigs(lambda context, seed: "yes")
     rollout = rig.open()
     messages: Any = [{"role": "user", "content": "?"}]
-    client(rollout).chat.completions.create(model="m", messages=messages)
+    rollout.client().chat.completions.create(model="m", messages=messages)
     asked = threading.Event()
 
     async def wait() -> None:
@@ -263,7 +239,7 @@ def test_the_end_of_a_rollout_ends_its_requests_with_410(rigs) -> None:
 
     def ask() -> None:
         try:
-            client(rollout).chat.completions.create(model="m", messages=messages)
+            rollout.client().chat.completions.create(model="m", messages=messages)
         except openai.APIStatusError as error:
             errors.append(error)
 
