@@ -26,8 +26,6 @@ from async_rl.checks.forecast.training_memory import (
     micro_batch_rows,
 )
 from async_rl.checks.preflight.model import read_shape
-from async_rl.config.file import parse_config
-from async_rl.config.sections import Config
 from async_rl.method.types import Group
 from async_rl.shared import delta_rule
 from async_rl.shared.model_shape import ModelShape
@@ -35,7 +33,7 @@ from async_rl.shared.weights import ipc, stream
 from inference_service.engine import cache_size, kv_store, segments
 from inference_service.engine.kv_store import KVStore
 from tests.support.groups import random_group
-from tests.support.minimal_config import minimal_tree
+from tests.support.minimal_config import config_of
 from tests.support.trainer import kept_worker
 from tests.support.trainer.kept_worker import kept_bytes
 from trainer.batching.group_slice import num_rows
@@ -45,13 +43,6 @@ from trainer.model import logprobs
 from trainer.trainer import MegatronTrainer
 
 ONE_RANK = Shares(1, 1, 1, num_replicas=1)
-
-
-def config_with(**sections: dict[str, Any]) -> Config:
-    tree = minimal_tree()
-    for name, keys in sections.items():
-        tree[name] = {**tree.get(name, {}), **keys}
-    return parse_config(tree, "here")
 
 
 def parameters_of_rank(model: Path, layout: Layout, stage: int, ep_rank: int) -> int:
@@ -188,7 +179,7 @@ def test_recomputation_keeps_less_and_sharing_divides() -> None:
     assert full == 64 < selective < whole
     halved = dataclasses.replace(ONE_RANK, tensor=2)
     assert layer_values_per_row(sizes, halved, "none", fused_swiglu=False) * 2 == whole
-    config = config_with(trainer={"micro_batch_tokens": 1000, "recompute": "full"})
+    config = config_of(trainer={"micro_batch_tokens": 1000, "recompute": "full"})
     of_two = dataclasses.replace(ONE_RANK, context=2)
     alone, shared = (
         training_memory.activation_bytes(sizes, shares, config, fused_swiglu=True) for shares in (ONE_RANK, of_two)
@@ -215,19 +206,19 @@ def test_a_micro_batch_has_no_more_rows_than_a_step() -> None:
         "prompts": {"prompts_per_batch": 5, "max_prompt_tokens": 64},
         "rollout": {"responses_per_prompt": 8, "max_response_tokens": 8},
     }
-    assert micro_batch_rows(config_with(**batch)) == 5 * (64 + 8 * 7)
-    assert micro_batch_rows(config_with(**batch, trainer={"micro_batch_tokens": 500})) == 500
-    of_two_steps = config_with(**batch, train={"steps_per_batch": 2}, algorithm={"old_policy": "model"})
+    assert micro_batch_rows(config_of(**batch)) == 5 * (64 + 8 * 7)
+    assert micro_batch_rows(config_of(**batch, trainer={"micro_batch_tokens": 500})) == 500
+    of_two_steps = config_of(**batch, train={"steps_per_batch": 2}, algorithm={"old_policy": "model"})
     assert micro_batch_rows(of_two_steps) == 3 * (64 + 8 * 7)
     batch["rollout"]["program"] = "python:program.py:rollout"
-    assert micro_batch_rows(config_with(**batch)) == 4096, "how long its turns are is not known"
+    assert micro_batch_rows(config_of(**batch)) == 4096, "how long its turns are is not known"
 
 
 def test_a_rank_on_a_device_counts_groups_messages_workspace_and_fragmentation() -> None:
     sizes = ModelShape("qwen3", 4, 2048, 6144, 16, 8, 128, 151_936, 1e-6, 1e6, None, tied=True)
 
     def parts(num_ranks: int, **sections: dict[str, Any]) -> dict[str, int]:
-        config = config_with(model={"dtype": "bfloat16"}, **sections)
+        config = config_of(model={"dtype": "bfloat16"}, **sections)
         forecast = training_memory.rank_memory(config, sizes, num_ranks, None, None)
         return {part.name: part.num_bytes for part in (*forecast.resident, *forecast.phases)}
 
@@ -241,7 +232,7 @@ def test_a_rank_on_a_device_counts_groups_messages_workspace_and_fragmentation()
     in_all = {name: size for name, size in alone.items() if name not in ("fragmentation", "optimizer step", "publish")}
     assert alone["fragmentation"] == pytest.approx(0.05 * sum(in_all.values()), abs=1)
     prompts = {"prompts": {"max_prompt_tokens": 96}, "rollout": {"responses_per_prompt": 8, "max_response_tokens": 117}}
-    two_groups = config_with(model={"dtype": "bfloat16"}, trainer={"micro_batch_tokens": 2048}, **prompts)
+    two_groups = config_of(model={"dtype": "bfloat16"}, trainer={"micro_batch_tokens": 2048}, **prompts)
     sums, of_keys_and_values = (2048 + 128 * 2 * 9) * 2048 * 4, 2 * 2048 * 2048 * 2
     assert training_memory.attention_workspace_bytes(sizes, ONE_RANK, two_groups) == sums + of_keys_and_values
 
@@ -253,7 +244,7 @@ def test_weights_that_pass_from_device_to_device_on_one_host_count_their_two_buf
     def parts(transport: str, of_instance: bool) -> dict[str, int]:
         publish = {"transport": transport, "snapshot_dir": Path("/dev/shm/x")}
         sections = {"run": {"placement": "shared"}, "trainer": {"device": "cuda"}, "publish": publish}
-        config = config_with(model={"dtype": "bfloat16"}, **sections)
+        config = config_of(model={"dtype": "bfloat16"}, **sections)
         forecast = instance_memory.instance_memory(config, sizes)
         if not of_instance:
             forecast = training_memory.rank_memory(config, sizes, 1, None, None)
@@ -270,7 +261,7 @@ def test_weights_that_pass_from_device_to_device_on_one_host_count_their_two_buf
 
 @pytest.mark.parametrize(("prompt", "response", "batch"), [(64, 57, 4), (100, 300, 6), (1, 1, 1), (70, 64, 9)])
 def test_the_store_has_the_forecast_room_when_all_responses_are_whole(prompt: int, response: int, batch: int) -> None:
-    config = config_with(
+    config = config_of(
         prompts={"prompts_per_batch": batch, "max_prompt_tokens": prompt},
         rollout={"max_response_tokens": response, "responses_per_prompt": 8},
         inference={"max_concurrency": 256},
@@ -290,7 +281,7 @@ def test_the_store_has_the_forecast_states_when_all_responses_run(tiny_model: Ca
     """And when the batch's other prompts are kept beside them."""
     shape = read_shape(tiny_model("qwen3_next", num_hidden_layers=4))
     for batch, concurrency in ((4, 256), (9, 256), (9, 16), (1, 1)):
-        config = config_with(
+        config = config_of(
             prompts={"prompts_per_batch": batch, "max_prompt_tokens": 8},
             rollout={"max_response_tokens": 8, "responses_per_prompt": 8},
             inference={"max_concurrency": concurrency},

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from async_rl.config.sections import Config
 from async_rl.errors import (
     AsyncRLError,
     ConfigError,
@@ -24,7 +23,7 @@ from async_rl.producer.client import Control, RemoteRecorder
 from async_rl.producer.process import END_TIMEOUT_S, ProducerAddress
 from async_rl.records.recorder import IterationRecord
 from async_rl.records.throughput import TrainingPool
-from tests.support.minimal_config import minimal_tree
+from tests.support.minimal_config import config_of
 from trainer.parallel import Parallel
 from trainer.prompt_data import contents_of
 from trainer.recovery import OwnProducer, RankState, Recovery, Replicas, Restart, obstacle
@@ -229,10 +228,7 @@ class Replaced:
 
 def restart(tmp_path: Path, model: Path, digests: dict[str, str]) -> tuple[Restart, Replaced]:
     """Of a run with records of iterations 3 and 4, whose prompts had the digest "old"."""
-    tree = minimal_tree()
-    tree["run"]["dir"] = str(tmp_path)
-    tree["model"]["path"] = str(model)
-    config = Config.model_validate(tree)
+    config = config_of(run={"dir": str(tmp_path)}, model={"path": str(model)})
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 3}\n{"iteration": 4}\n{"itera')
     parts: Any = Replaced(digests)
     before = contents_of(config, {"digests": {"0 to 9": "old"}}, "")

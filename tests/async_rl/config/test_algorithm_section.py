@@ -11,14 +11,7 @@ from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.method.algorithms import ALGORITHMS, make_algorithm
-from tests.support.minimal_config import minimal_tree
-
-
-def config_of(**sections: dict[str, Any]) -> Config:
-    tree = minimal_tree()
-    for section, values in sections.items():
-        tree.setdefault(section, {}).update(values)
-    return parse_config(tree, "here")
+from tests.support.minimal_config import config_of, minimal_tree
 
 
 @pytest.mark.parametrize(

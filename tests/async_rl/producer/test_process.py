@@ -18,7 +18,7 @@ from async_rl.producer.process import ProducerProcess, kill_marked
 from async_rl.shared.locks.lease import take_lease
 from async_rl.shared.programs.process_guard import PRODUCER_MARK
 from tests.support import ROOT
-from tests.support.minimal_config import minimal_tree
+from tests.support.minimal_config import config_of
 
 CONFIGS = sorted(path for path in ROOT.glob("examples/*/run.toml"))
 
@@ -49,11 +49,8 @@ def test_it_loads_a_tokenizer_and_writes_figures_without_torch(tiny_model: Calla
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    tree = minimal_tree()
-    tree["run"]["dir"] = str(tmp_path / "run")
-    tree["pool"] = {"instances": ["http://127.0.0.1:9"]}
     (tmp_path / "run").mkdir()
-    return Config.model_validate(tree)
+    return config_of(run={"dir": str(tmp_path / "run")}, pool={"instances": ["http://127.0.0.1:9"]})
 
 
 @pytest.mark.distributed

@@ -18,8 +18,6 @@ import pytest
 
 from async_rl.checks.forecast.run_forecast import RunForecast, forecast_run
 from async_rl.checks.preflight.model import read_shape
-from async_rl.config.file import parse_config
-from async_rl.config.sections import Config
 from async_rl.shared.programs.extras import MODULES
 from deploy.doctor import devices
 from deploy.doctor.__main__ import main, show
@@ -32,7 +30,7 @@ from deploy.doctor.versions import find_versions
 from deploy.local import start_checks
 from deploy.local.machine_memory import HostMemory
 from deploy.local.memory_fit import GIB
-from tests.support.minimal_config import MINIMAL, minimal_tree
+from tests.support.minimal_config import MINIMAL, config_of
 
 PLENTY = HostMemory(64 * GIB, 64 * GIB)
 
@@ -53,16 +51,9 @@ def by_name(findings: Iterator[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
 
-def config_with(**sections: dict[str, object]) -> Config:
-    tree = minimal_tree()
-    for name, keys in sections.items():
-        tree[name] = {**tree.get(name, {}), **keys}
-    return parse_config(tree, "here")
-
-
 @pytest.fixture
 def forecast(tiny_model: Callable[..., Path]) -> RunForecast:
-    return forecast_run(config_with(), read_shape(tiny_model()))
+    return forecast_run(config_of(), read_shape(tiny_model()))
 
 
 @contextmanager
@@ -139,7 +130,7 @@ def test_a_full_shared_memory_is_a_fault(tmp_path: Path) -> None:
 
 
 def test_memory_and_disk_are_compared_with_the_run(forecast: RunForecast, tmp_path: Path) -> None:
-    config = config_with(run={"dir": str(tmp_path / "none" / "run")})
+    config = config_of(run={"dir": str(tmp_path / "none" / "run")})
     assert by_name(find_host_facts(config, forecast, PLENTY, tmp_path))["memory"].state == "ok"
     used = by_name(find_host_facts(config, forecast, HostMemory(64 * GIB, 1), tmp_path))["memory"]
     assert used.state == "warning" and "the run needs about" in used.found
@@ -176,7 +167,7 @@ def test_a_password_in_a_url_is_not_shown() -> None:
 
 
 def test_the_servers_of_a_run_are_its_instances_and_its_endpoint(tmp_path: Path) -> None:
-    config = config_with(run={"dir": str(tmp_path)}, pool={"instances": ["http://a:1/"]})
+    config = config_of(run={"dir": str(tmp_path)}, pool={"instances": ["http://a:1/"]})
     assert servers_of(config, ["b:2"]) == ["http://b:2", "http://a:1"]
     (tmp_path / "fleet.json").write_text('{"url": "http://c:3"}')
     assert servers_of(config, []) == ["http://a:1", "http://c:3"]
@@ -188,7 +179,7 @@ def test_devices_are_listed_and_missing_ones_a_fault(tmp_path: Path) -> None:
     def run(command: list[str]) -> str:
         return {"--list-gpus": "GPU 0: X\n"}.get(command[1], "0, X, 550.1, 80000 MiB, 1 MiB\n")
 
-    config = config_with(trainer={"device": "cuda"})
+    config = config_of(trainer={"device": "cuda"})
     found = by_name(find_device_facts(config, {"CUDA_VISIBLE_DEVICES": "0"}, run, tmp_path))
     assert "550.1" in found["gpu 0"].found
     assert found["devices"].state == "fault" and "1 cuda devices usable, 2 needed here" in found["devices"].found
@@ -212,7 +203,7 @@ def test_devices_are_listed_and_missing_ones_a_fault(tmp_path: Path) -> None:
 def test_pools_on_the_same_devices_need_those_of_the_larger_one(
     placement: str, ranks: int, instances: int, present: int, needed: int, remedy: str, tmp_path: Path
 ) -> None:
-    config = config_with(
+    config = config_of(
         trainer={"device": "cuda", "num_processes": ranks},
         inference={"num_instances": instances},
         run={"dir": str(tmp_path), "placement": placement},
@@ -291,7 +282,7 @@ def test_an_engine_with_another_nccl_than_the_trainers_is_a_fault_before_anythin
     python.write_text(f"#!/bin/sh\necho this Python serves with vLLM 0.33\necho with NCCL {theirs}\n")
     python.chmod(0o755)
     monkeypatch.setattr(start_checks, "nccl_package", lambda: own)
-    config = config_with(
+    config = config_of(
         inference={"engine": "vllm", "python": str(python)},
         trainer={"device": "cuda"},
         publish={"transport": transport, "snapshot_dir": str(tmp_path)},
@@ -304,15 +295,15 @@ def test_an_engine_with_another_nccl_than_the_trainers_is_a_fault_before_anythin
 
 
 def test_an_engine_that_is_missing_is_a_fault_with_how_to_get_it() -> None:
-    config = config_with(inference={"engine": "vllm", "python": "/no/such/python"})
+    config = config_of(inference={"engine": "vllm", "python": "/no/such/python"})
     found = by_name(find_versions(config))["engine"]
     assert found.state == "fault" and "/no/such/python" in found.found and found.remedy
 
 
 def test_several_hosts_need_a_network_and_their_port() -> None:
-    names = set(by_name(find_network_facts(config_with(cluster={"training_nodes": 2}))))
+    names = set(by_name(find_network_facts(config_of(cluster={"training_nodes": 2}))))
     assert {"network", "host name", "port 29500"} <= names
-    assert not any(name.startswith("port") for name in by_name(find_network_facts(config_with())))
+    assert not any(name.startswith("port") for name in by_name(find_network_facts(config_of())))
 
 
 def test_overrides_without_a_config_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,11 +319,11 @@ def test_names_of_servers_are_shown_as_they_are(capsys: pytest.CaptureFixture[st
 
 
 def test_a_run_dir_that_cannot_be_looked_at_is_no_reason_to_fail() -> None:
-    findings = by_name(find_host_facts(config_with(run={"dir": "n" * 300}), None, PLENTY))
+    findings = by_name(find_host_facts(config_of(run={"dir": "n" * 300}), None, PLENTY))
     assert findings["disk"].state in ("ok", "warning")
 
 
 def test_the_packages_of_trackers_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODULES, "trackio", ("no_such_module",))
-    findings = by_name(find_versions(config_with(tracking={"trackers": ["trackio"]})))
+    findings = by_name(find_versions(config_of(tracking={"trackers": ["trackio"]})))
     assert findings["extra trackio"].state == "fault" and "no_such_module" in findings["extra trackio"].found

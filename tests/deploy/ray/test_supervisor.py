@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.sections import Config
 from async_rl.errors import NotPlaced, ProcessFailed, RestartsExhausted
 from deploy.cluster.plan import ClusterPlan, plan_cluster
 from deploy.ray.groups import GroupSpec, Node, TaskEnd
 from deploy.ray.scaling import Scaler
 from deploy.ray.supervisor import START_TIMEOUT_S, Supervisor
-from tests.support.minimal_config import minimal_tree
+from tests.support.minimal_config import config_of
 
 
 class ScriptedGroup:
@@ -96,11 +95,9 @@ class Ground:
     """A supervisor of a run with two training nodes and two to four instances, and everything it talks to."""
 
     def __init__(self, run_dir: Path, **cluster: object) -> None:
-        tree = minimal_tree()
-        tree["run"]["dir"] = str(run_dir)
-        tree["inference"] = {"num_instances": 2}
-        tree["cluster"] = {"training_nodes": 2, "max_instances": 4, "max_restarts": 2, **cluster}
-        self.plan: ClusterPlan = plan_cluster(Path("run.toml"), Config(**tree), ())
+        cluster = {"training_nodes": 2, "max_instances": 4, "max_restarts": 2, **cluster}
+        config = config_of(run={"dir": str(run_dir)}, inference={"num_instances": 2}, cluster=cluster)
+        self.plan: ClusterPlan = plan_cluster(Path("run.toml"), config, ())
         self.run_dir = run_dir
         self.cluster = ScriptedCluster()
         self.fleet = ScriptedFleet()

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.sections import Config
 from async_rl.errors import RunDirInUse
 from deploy.cluster.plan import ClusterPlan, plan_cluster
 from deploy.slurm.__main__ import launch
 from deploy.slurm.commands import SlurmFailed
-from tests.support.minimal_config import minimal_tree
+from tests.support.minimal_config import config_of
 
 pytestmark = pytest.mark.distributed
 
@@ -24,9 +23,7 @@ case "$*" in *instances*) {instances} ;; *) {training} ;; esac
 
 @pytest.fixture
 def plan(tmp_path: Path) -> ClusterPlan:
-    tree = minimal_tree()
-    tree["run"]["dir"] = str(tmp_path / "a run")
-    return plan_cluster(Path("run.toml"), Config(**tree), ())
+    return plan_cluster(Path("run.toml"), config_of(run={"dir": str(tmp_path / "a run")}), ())
 
 
 class Ground:

@@ -6,19 +6,8 @@ import pytest
 
 from async_rl.checks.preflight.model import ModelFiles
 from async_rl.checks.preflight.train_modes import require_exact
-from async_rl.config.file import parse_config
-from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from tests.support.minimal_config import minimal_tree
-
-
-def config_of(exact: bool, **sections: dict[str, Any]) -> Config:
-    tree = minimal_tree()
-    tree["train"]["exact"] = exact
-    for section, values in {"model": {"dtype": "float32"}, **sections}.items():
-        tree.setdefault(section, {}).update(values)
-    return parse_config(tree, "here")
-
+from tests.support.minimal_config import config_of
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -47,11 +36,11 @@ def files_of(family: str) -> ModelFiles:
 )
 def test_what_cannot_be_exact_is_refused(sections: dict[str, Any], family: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        require_exact(config_of(True, **sections), files_of(family))
-    require_exact(config_of(False, **sections), files_of(family))
+        require_exact(config_of(train={"exact": True}, **sections), files_of(family))
+    require_exact(config_of(train={"exact": False}, **sections), files_of(family))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_one_rank_in_float32_on_a_cpu_is_exact(family: str) -> None:
-    require_exact(config_of(True, trainer={"num_processes": 2}), files_of(family))
-    require_exact(config_of(True, rollout={"program": "command:agent"}), files_of(family))
+    require_exact(config_of(train={"exact": True}, trainer={"num_processes": 2}), files_of(family))
+    require_exact(config_of(train={"exact": True}, rollout={"program": "command:agent"}), files_of(family))

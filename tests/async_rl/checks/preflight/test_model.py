@@ -13,23 +13,14 @@ from async_rl.checks.preflight.model import (
     require_trainable,
 )
 from async_rl.checks.preflight.model_room import require_fit, require_tokens, with_room
-from async_rl.config.file import parse_config
-from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_limits import FAMILIES
-from tests.support.minimal_config import minimal_tree
+from tests.support.minimal_config import config_of
 from tests.support.published_models import CONFIGS, WEIGHTS
 from tests.support.tiny_model import CLAMPED_EXPERTS, DEEPSEEKS_EXPERTS, LATENTS
 
 QWEN3 = CONFIGS["Qwen/Qwen3-8B"]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-
-
-def config_of(**sections: dict[str, Any]) -> Config:
-    tree = minimal_tree()
-    for section, values in sections.items():
-        tree.setdefault(section, {}).update(values)
-    return parse_config(tree, "here")
 
 
 def checkpoint(folder: Path, config: Any = None, tokenizer: Any = None, **files: str) -> Path:

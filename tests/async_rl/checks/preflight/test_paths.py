@@ -2,23 +2,18 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from async_rl.checks.preflight import require_paths, require_sound
-from async_rl.config.file import parse_config
 from async_rl.errors import ConfigError, RunDirInUse
 from async_rl.shared.locks.run_lock import lock_run
-from tests.support.minimal_config import minimal_tree
+from tests.support.minimal_config import config_of
 
 
 def require(run_dir: Path, snapshot_dir: Path | None = None) -> None:
-    tree: dict[str, Any] = minimal_tree()
-    tree["run"]["dir"] = str(run_dir)
-    if snapshot_dir is not None:
-        tree["publish"] = {"snapshot_dir": str(snapshot_dir)}
-    require_paths(parse_config(tree, "here"))
+    publish = {} if snapshot_dir is None else {"snapshot_dir": str(snapshot_dir)}
+    require_paths(config_of(run={"dir": str(run_dir)}, publish=publish))
 
 
 @pytest.mark.parametrize("place", ["", "new", "new/deeper/still"])
@@ -56,10 +51,9 @@ def test_a_directory_of_somebody_else_is_named(tmp_path: Path) -> None:
 def test_a_path_that_is_too_long_is_named(tmp_path: Path, key: str) -> None:
     section, _, name = key.partition(".")
     long = str(tmp_path / ("x" * 300))
-    tree: dict[str, Any] = minimal_tree()
-    tree.setdefault(section, {})[name] = f"python:{long}.py:score" if key == "reward.name" else long
+    value = f"python:{long}.py:score" if key == "reward.name" else long
     with pytest.raises(ConfigError, match=r"x{300}.* cannot be read: File name too long; name another path"):
-        require_sound(parse_config(tree, "here"), trains=True, serves=True)
+        require_sound(config_of(**{section: {name: value}}), trains=True, serves=True)
 
 
 def test_a_run_that_has_not_ended_is_named_before_its_records(tmp_path: Path) -> None:

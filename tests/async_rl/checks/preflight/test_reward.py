@@ -11,7 +11,7 @@ from async_rl.checks.preflight.reward_rows import require_answers, require_colum
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from tests.support.minimal_config import minimal_tree
+from tests.support.minimal_config import config_of, minimal_tree
 from tests.support.parts import needs_part
 
 
@@ -193,12 +193,9 @@ def test_rows_without_the_answer_that_the_reward_compares_with_are_named(
 def test_other_rewards_and_columns_that_are_named_need_no_answer(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "solution": "1"}\n')
-    tree = minimal_tree()
-    tree["prompts"] |= {"source": str(rows), "chat_template": False, "columns": {"answer": "solution"}}
-    require_answers(Config.model_validate(tree), trains=True)
-    del tree["prompts"]["columns"]
-    tree["reward"] = {"name": "python:reward.py:f"}
-    require_answers(Config.model_validate(tree), trains=True)
+    prompts: dict[str, Any] = {"source": str(rows), "chat_template": False}
+    require_answers(config_of(prompts=prompts | {"columns": {"answer": "solution"}}), trains=True)
+    require_answers(config_of(prompts=prompts, reward={"name": "python:reward.py:f"}), trains=True)
 
 
 @pytest.mark.parametrize(("of_part", "is_refused"), [("regex", False), ("exact", True), (["regex", "exact"], True)])
@@ -226,25 +223,22 @@ def test_a_mixtures_part_needs_the_answers_of_its_own_rewards_alone(
 
 def test_single_rows_without_an_answer_are_left_out_of_a_run_and_no_reason_to_refuse_it(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    tree = minimal_tree()
-    tree["prompts"] |= {"source": str(rows), "chat_template": False, "columns": {"answer": "solution"}}
+    config = config_of(prompts={"source": str(rows), "chat_template": False, "columns": {"answer": "solution"}})
     rows.write_text('{"prompt": "a"}\n{"prompt": "b", "solution": " "}\n{"prompt": "c", "solution": "1"}\n')
-    require_answers(Config.model_validate(tree), trains=True)
+    require_answers(config, trains=True)
     rows.write_text('{"prompt": "a"}\n{"prompt": "b", "solution": " "}\n')
     with pytest.raises(ConfigError, match=r"row 0 \(from 0\): the row has no 'answer'"):
-        require_answers(Config.model_validate(tree), trains=True)
+        require_answers(config, trains=True)
 
 
 def test_a_parameter_that_no_row_gives_is_named_and_one_that_some_row_lacks_is_not(tmp_path: Path) -> None:
     rows, reward = tmp_path / "rows.jsonl", tmp_path / "reward.py"
     reward.write_text("def f(completions, solution, **kwargs): ...\ndef own(prompt, responses, row): ...\n")
-    tree = minimal_tree()
-    tree["prompts"] |= {"source": str(rows), "chat_template": False}
-    tree["reward"] = {"name": f"python:{reward}:f"}
+    config = config_of(prompts={"source": str(rows), "chat_template": False}, reward={"name": f"python:{reward}:f"})
     rows.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b", "solution": null}\n')
     with pytest.raises(ConfigError, match=r"takes solution, but the first rows have only answer, prompt: .*columns"):
-        require_columns(Config.model_validate(tree), trains=True)
+        require_columns(config, trains=True)
     rows.write_text('{"prompt": "a"}\n{"prompt": "b", "solution": "1"}\n')
-    require_columns(Config.model_validate(tree), trains=True)
+    require_columns(config, trains=True)
     rows.unlink()
-    require_columns(Config.model_validate(tree), trains=True)
+    require_columns(config, trains=True)

@@ -8,21 +8,11 @@ import pytest
 
 from async_rl.checks.preflight.model import ModelFiles
 from async_rl.checks.preflight.train_modes import require_router_replay
-from async_rl.config.file import parse_config
-from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from tests.support.minimal_config import minimal_tree
+from tests.support.minimal_config import config_of
 
 VLLM = {"engine": "vllm"}
 OPTION = {"engine_options": ["--enable-return-routed-experts"]}
-
-
-def config_of(router_replay: bool, **sections: dict[str, Any]) -> Config:
-    tree = minimal_tree()
-    tree["train"]["router_replay"] = router_replay
-    for section, values in sections.items():
-        tree.setdefault(section, {}).update(values)
-    return parse_config(tree, "here")
 
 
 @pytest.mark.parametrize(
@@ -37,14 +27,16 @@ def test_what_has_no_routes_is_refused(
 ) -> None:
     files = ModelFiles.find(str(tiny_model(family)))
     with pytest.raises(ConfigError, match=message):
-        require_router_replay(config_of(True, **sections), files)
-    require_router_replay(config_of(False, **sections), files)
+        require_router_replay(config_of(train={"router_replay": True}, **sections), files)
+    require_router_replay(config_of(train={"router_replay": False}, **sections), files)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2"])
 def test_models_with_experts_have_routes(family: str, tiny_model: Callable[..., Path]) -> None:
     files = ModelFiles.find(str(tiny_model(family)))
-    require_router_replay(config_of(True), files)
-    require_router_replay(config_of(True, rollout={"program": "command:agent"}), files)
-    require_router_replay(config_of(True, inference=VLLM | OPTION), files)
-    require_router_replay(config_of(True, inference=VLLM, pool={"instances": ["http://a:1"]}), files)
+    require_router_replay(config_of(train={"router_replay": True}), files)
+    require_router_replay(config_of(train={"router_replay": True}, rollout={"program": "command:agent"}), files)
+    require_router_replay(config_of(train={"router_replay": True}, inference=VLLM | OPTION), files)
+    require_router_replay(
+        config_of(train={"router_replay": True}, inference=VLLM, pool={"instances": ["http://a:1"]}), files
+    )
