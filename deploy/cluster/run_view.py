@@ -13,6 +13,7 @@ from rich.text import Text
 
 from async_rl.records.balance import IterationTimes, advise
 from async_rl.records.run_records import RecordFile, RunRecords, describe_evaluation
+from async_rl.shared.programs.error_text import one_line
 
 Record = Mapping[str, Any]
 """The numbers of a line of `metrics.jsonl`, as `shown_records` gives them; `docs/metrics.md` has their names."""
@@ -216,4 +217,4 @@ def balance(recent: Iterable[Record]) -> str:
 
 def printable(text: str) -> Text:
     """Without control characters: names, causes and reasons are other programs' text."""
-    return Text("".join(char if char.isprintable() else " " for char in text))
+    return Text(one_line(text))

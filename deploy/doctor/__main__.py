@@ -20,6 +20,7 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.shared.programs.command_line import Parser
+from async_rl.shared.programs.error_text import one_line
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.doctor.clocks import find_clock_facts, servers_of
 from deploy.doctor.devices import find_device_facts
@@ -61,19 +62,14 @@ def show(findings: Sequence[Finding]) -> None:
     for column in ("state", "name", "found"):
         table.add_column(column, overflow="fold")
     for finding in findings:
-        found = Text(_printable(finding.found))
+        found = Text(one_line(finding.found))
         if finding.remedy:
             found.append(f"\n-> {finding.remedy}", style="bold")
-        table.add_row(Text(finding.state, style=STYLES[finding.state]), Text(_printable(finding.name)), found)
+        table.add_row(Text(finding.state, style=STYLES[finding.state]), Text(one_line(finding.name)), found)
     console.print(table)
     num_faults = sum(finding.state == "fault" for finding in findings)
     num_warnings = sum(finding.state == "warning" for finding in findings)
     console.print(f"faults: {num_faults}, warnings: {num_warnings}")
-
-
-def _printable(text: str) -> str:
-    """Text of servers and tools must not control the terminal."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def make_parser() -> Parser:

@@ -8,6 +8,7 @@ from typing import Any
 
 from async_rl.config.keys import keys_of
 from async_rl.config.sections import Config
+from async_rl.shared.programs.error_text import one_line
 from deploy.init.choose import Choice
 
 WIDTH = 110
@@ -33,7 +34,7 @@ def config_text(choices: Sequence[Choice], name: str) -> str:
             lines.append(f"\n[{section}]" if lines[1:] else f"[{section}]")
         lines += _comment(key.description)
         reason = f"  # {choice.reason}" if choice.reason else ""
-        lines.append(f"{key.name.partition('.')[2]} = {toml_value(choice.value)}{_one_line(reason)}")
+        lines.append(f"{key.name.partition('.')[2]} = {toml_value(choice.value)}{one_line(reason)}")
     return "\n".join(lines) + "\n"
 
 
@@ -53,8 +54,3 @@ def toml_value(value: Any) -> str:
 
 def _toml_key(key: str) -> str:
     return key if BARE_KEY.fullmatch(key) else toml_value(key)
-
-
-def _one_line(text: str) -> str:
-    """A comment: what comes from data must not begin a new line."""
-    return "".join(char if char.isprintable() else " " for char in text)

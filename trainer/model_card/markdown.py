@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterable, Sequence
 
+from async_rl.shared.programs.error_text import one_line
+
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>()#+!|~&$^=-])")
 _BAR, _ESCAPED_BAR = re.compile(r"(?<!\\)\|"), r"\\|"
 _FENCE = re.compile(r"`{3,}")
@@ -46,4 +48,4 @@ def figure(value: float | None) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
+    return " ".join(one_line(text).split())

@@ -19,7 +19,7 @@ from rich.text import Text
 from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.rollouts.fleet.endpoint import EndpointFailed, FleetClient, find_endpoint
 from async_rl.shared.programs.command_line import Commands, Parser
-from async_rl.shared.programs.error_text import error_text
+from async_rl.shared.programs.error_text import error_text, one_line
 from async_rl.shared.protocol.fleet import AddRequest, FleetInfo, NameRequest
 from async_rl.shared.protocol.routes import FLEET_ADD, FLEET_DRAIN, FLEET_REMOVE
 
@@ -52,14 +52,9 @@ def fleet_table(fleet: FleetInfo) -> Table:
             f"{info.tokens_per_s:,.0f}",
             f"{info.num_requests}",
             f"{info.num_failures}",
-            Text(_printable(info.reason or "")),
+            Text(one_line(info.reason or "")),
         )
     return table
-
-
-def _printable(text: str) -> str:
-    """Removes control characters: reasons may repeat text from instances, which must not control the terminal."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _list(client: FleetClient, arguments: argparse.Namespace) -> None:
@@ -75,7 +70,7 @@ def _list(client: FleetClient, arguments: argparse.Namespace) -> None:
 
 def _add(client: FleetClient, arguments: argparse.Namespace) -> None:
     info = client.post(FLEET_ADD, _body(AddRequest, url=arguments.instance_url.rstrip("/"), name=arguments.name))
-    print(f"{info.name} ({info.url}) is {info.state}: {_printable(info.reason or 'it serves')}")
+    print(f"{info.name} ({info.url}) is {info.state}: {one_line(info.reason or 'it serves')}")
 
 
 def _drain(client: FleetClient, arguments: argparse.Namespace) -> None:

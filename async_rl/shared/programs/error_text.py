@@ -25,5 +25,10 @@ def harmless(text: str) -> str:
     return "".join(char if _is_harmless(char) else "\N{REPLACEMENT CHARACTER}" for char in plain)
 
 
+def one_line(text: str) -> str:
+    """Text of others for one line: control characters and line ends are spaces."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def _is_harmless(char: str) -> bool:
     return char.isprintable() or char in _KEPT or unicodedata.category(char) == "Zs"
