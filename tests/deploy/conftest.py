@@ -18,6 +18,7 @@ from deploy.local import check
 from deploy.local.machine_memory import HostMemory
 from deploy.local.memory_fit import GIB
 from tests.support.published_models import CONFIGS, WEIGHTS
+from tests.support.waiting import wait_for
 
 CONFIG = """
 [run]
@@ -171,18 +172,12 @@ class Ground:
         return {f"{name}-{pid}" if name == "worker" else name: int(pid) for name, _, pid in found}
 
     def wait_for_processes(self, count: int) -> dict[str, int]:
-        deadline = time.monotonic() + 60
-        while len(self.pids()) < count:
-            assert time.monotonic() < deadline, f"only {self.pids()} of {count} processes came up"
-            time.sleep(0.05)
+        wait_for(lambda: len(self.pids()) >= count, said=self.pids)
         return self.pids()
 
     def wait_for_iterations(self) -> dict[str, int]:
         """Waits until the trainer has passed its gate and trained."""
-        deadline = time.monotonic() + 60
-        while not (self.path / "run" / "metrics.jsonl").exists():
-            assert time.monotonic() < deadline, f"not trained by {self.pids()}"
-            time.sleep(0.05)
+        wait_for((self.path / "run" / "metrics.jsonl").exists, said=self.pids)
         return self.pids()
 
     def living(self) -> dict[str, int]:

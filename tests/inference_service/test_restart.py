@@ -1,7 +1,6 @@
 """A listed instance, of real processes, that is killed in mid-stream and started again behind the same URL."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.protocol.inference import SamplingParams
 from tests.support.running_instance import Instance
+from tests.support.waiting import wait_for
 
 DEADLINE_S = 120.0
 NUM_GROUPS = 4
@@ -58,10 +58,7 @@ def test_no_token_is_taken_from_a_process_that_follows_behind_the_same_url(
         first.process.wait()
         second = launch_instance(tiny_model("qwen3", seed=7), "--port", port)
         assert second.url == first.url
-        deadline = time.monotonic() + DEADLINE_S
-        while pool.members[0].state != "joining":
-            assert time.monotonic() < deadline, pool.members[0].reason
-            time.sleep(0.05)
+        wait_for(lambda: pool.members[0].state == "joining", said=lambda: pool.members[0].reason)
         after = loop.submit(groups(pool, 0)).result(DEADLINE_S)
     finally:
         loop.run(pool.close())

@@ -1,6 +1,5 @@
 """Pools of scripted instances, driven from the test's thread; the fixture `pools_with` creates and closes them."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,7 @@ from async_rl.config.pool_section import PoolSection
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.pool.member import Member
 from async_rl.shared.event_loop import EventLoopThread
+from tests.support.waiting import wait_for
 
 DEADLINE_S = 60.0
 
@@ -46,10 +46,7 @@ class Pools:
         return self.loop.run(on_loop())
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, "it never came"
-            time.sleep(0.02)
+        wait_for(condition)
 
     def close(self) -> None:
         for pool in self.made:

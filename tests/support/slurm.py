@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ import psutil
 
 from async_rl.shared.programs.process_guard import end_with_parent
 from benchmarks.common.hosts import Host, environment
+from tests.support.waiting import wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 WAIT_S = 60.0
@@ -120,10 +120,7 @@ class Slurm:
         return [process for process in psutil.process_iter() if self._is_own(process)]
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, self.everything_said()
-            time.sleep(0.2)
+        wait_for(condition, timeout_s, self.everything_said)
 
     def everything_said(self) -> str:
         queue = self.ask("squeue", "--array") + "\n" + self.ask("sinfo", "--Node")

@@ -11,6 +11,7 @@ from typing import Any
 from async_rl.shared.net.free_ports import free_ports
 from tests.support.local_run import Run
 from tests.support.slurm import Slurm
+from tests.support.waiting import wait_for
 
 ITERATIONS = 60
 START_S = 240
@@ -69,9 +70,7 @@ class SlurmRun:
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = START_S) -> float:
         """Returns the seconds that it took."""
         begun = time.monotonic()
-        while not condition():
-            assert time.monotonic() < begun + timeout_s, self.everything_said()
-            time.sleep(0.2)
+        wait_for(condition, timeout_s, self.everything_said)
         return time.monotonic() - begun
 
     def wait_for_more(self, timeout_s: float = START_S) -> float:

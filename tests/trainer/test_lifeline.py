@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.common.hosts import Host, Hosts, environment, why_not
 from tests.support.clock import Clock
+from tests.support.waiting import wait_for
 from trainer.lifeline import CLOSED, Silence
 
 WORKER = "tests.support.trainer.lifeline_worker"
@@ -89,16 +90,10 @@ class Ranks:
 
     def wait_for_end(self, rank: int, timeout_s: float) -> None:
         """Also of one that its agent has not waited for yet, since it waits for the stopped one first."""
-        deadline = time.monotonic() + timeout_s
-        while _is_alive(self.pid(rank)):
-            assert time.monotonic() < deadline, f"rank {rank} goes on\n{self.said()}"
-            time.sleep(0.05)
+        wait_for(lambda: not _is_alive(self.pid(rank)), timeout_s, self.said)
 
     def _wait_for(self, file: Path) -> str:
-        deadline = time.monotonic() + START_S
-        while not file.exists() or not file.read_text():
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.05)
+        wait_for(lambda: file.exists() and file.read_text(), START_S, self.said)
         return file.read_text()
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from deploy.kubernetes.training_pod import MAY_PASS
 from deploy.status import read_status
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -112,11 +112,9 @@ def end(process: Process) -> tuple[int, str]:
     return process.returncode, said
 
 
-def wait_for(file: Path, process: Process) -> None:
-    deadline = time.monotonic() + 60
-    while not file.exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+def wait_for_file(file: Path, process: Process) -> None:
+    wait_for(lambda: file.exists() or process.poll() is not None)
+    assert file.exists()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_the_code_tells_what_ended_the_ranks(start: Start, tmp_path: Path, scrip
 
 def test_sigterm_reaches_the_ranks_which_save_first(start: Start, tmp_path: Path) -> None:
     process = start(SAVES_ON_SIGTERM)
-    wait_for(tmp_path / "ready", process)
+    wait_for_file(tmp_path / "ready", process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=240)
     assert process.returncode == 143
@@ -198,7 +196,7 @@ def test_the_cause_is_that_of_the_pod_that_failed_not_of_those_that_were_stopped
 ) -> None:
     assert end(start(RAISES.format(error="PublishError"), index=1))[0] == MAY_PASS
     first = start(SAVES_ON_SIGTERM)
-    wait_for(tmp_path / "ready", first)
+    wait_for_file(tmp_path / "ready", first)
     first.terminate()
     assert end(first)[0] == 143
     code, said = end(start("", attempt=1, max_restarts=0))
@@ -216,10 +214,7 @@ def test_a_pod_that_cannot_count_its_attempts_ends_the_run(start: Start, tmp_pat
 def test_training_starts_when_an_instance_is_healthy(start: Start, tmp_path: Path, instance: Instance) -> None:
     instance.is_healthy = False
     pods = [start("open('trained', 'w')"), start("", index=1)]
-    deadline = time.monotonic() + 60
-    while instance.num_asked < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: instance.num_asked >= 4)
     assert not (tmp_path / "trained").exists() and [each.poll() for each in pods] == [None, None]
     pods[1].terminate()
     instance.is_healthy = True

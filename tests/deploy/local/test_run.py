@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import wait_for
+
 pytestmark = pytest.mark.distributed
 
 ALL = 6
@@ -215,10 +217,7 @@ def test_an_instance_that_dies_is_started_again_on_its_port(ground: Any) -> None
     pids = ground.wait_for_iterations()
     name, victim = next((name, pid) for name, pid in pids.items() if name.startswith("instance"))
     os.kill(victim, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while ground.pids()[name] == victim and len(list((ground.path / "pids").glob(f"{name}.*"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: ground.pids()[name] != victim or len(list((ground.path / "pids").glob(f"{name}.*"))) >= 2)
     (ground.path / "go").touch()
     output, _ = local.communicate(timeout=200)
     assert local.returncode == 0, output

@@ -4,7 +4,6 @@ import io
 import signal
 import subprocess
 import sys
-import time
 from itertools import product
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from async_rl.shared.locks.lease import take_lease
 from async_rl.shared.locks.run_lock import lock_run
 from deploy.quickstart.__main__ import adapter_words, find_vllm_python, make_run_dir, quickstart, show_summary
 from deploy.quickstart.kind import KINDS
+from tests.support.waiting import wait_for
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -115,19 +115,13 @@ def test_a_bad_override_ends_before_the_warm_start(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_ctrl_c_in_the_warm_start_leaves_no_process(tmp_path: Path) -> None:
     process = start("--run-dir", str(tmp_path / "run"))
-    deadline = time.monotonic() + 60
-    while not any("deploy.quickstart.warm_start" in command for command in commands_with(str(tmp_path))):
-        assert time.monotonic() < deadline, "the warm start did not begin"
-        time.sleep(0.05)
+    wait_for(lambda: any("deploy.quickstart.warm_start" in command for command in commands_with(str(tmp_path))))
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGINT
     assert "stopped by SIGINT" in output
     # A guard whose start was interrupted ends by itself.
-    deadline = time.monotonic() + 30
-    while left := commands_with(str(tmp_path)):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_for(lambda: not commands_with(str(tmp_path)), said=lambda: commands_with(str(tmp_path)))
 
 
 def test_a_folder_that_is_a_link_is_emptied_and_stays_a_link(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import gc
 import queue
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from inference_service.engine.cache_size import plan_cache
 from inference_service.engine.sequences import Sequence
 from inference_service.engine_interface import EngineFault
 from tests.support.tiny_model import FAMILIES, MODEL_SIZE
+from tests.support.waiting import wait_for
 
 WAIT_S = 60.0
 
@@ -58,13 +59,6 @@ def recorder(model: PreTrainedModel) -> Iterator[Recorder]:
 
 def sequence(seed: int = 0, max_tokens: int = 20) -> Sequence:
     return Sequence((5, 6, 7), SamplingParams(max_tokens=max_tokens), seed, frozenset())
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_all_finish_with_their_tokens(recorder: Recorder) -> None:

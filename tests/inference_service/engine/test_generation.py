@@ -1,7 +1,6 @@
 """What is generated: the model's own probabilities, seeds, parameters, and requests that end early."""
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,8 @@ import httpx
 import pytest
 import torch
 from transformers import AutoTokenizer
+
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -25,13 +26,6 @@ def model(tiny_model: Callable[..., Path], load_reference: Callable[[Path], torc
 
 def logprobs(choice: dict[str, Any]) -> list[float]:
     return [entry["logprob"] for entry in choice["logprobs"]["content"]]
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [7], [2 + i % 90 for i in range(70)]], ids=["short", "one token", "pages"])

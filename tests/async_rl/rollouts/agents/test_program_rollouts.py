@@ -24,6 +24,7 @@ from benchmarks.common.local_producer import LocalProducer as Producer
 from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.rollout_settings import rollout_section
 from tests.support.scripted_pool import ScriptedPool
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -138,10 +139,7 @@ def test_figures_that_cannot_be_written_are_reported_and_end_nothing(
 
     with rig.make(on_figures=refuse).start(Batch(5, {0: Prompt("row0", (20, 68, 0), {"prompt": "q"})}), "v1") as run:
         assert len(run.ready(wait=True)) == 1
-        deadline = time.monotonic() + 30
-        while "of iteration 5 are not recorded: cannot write 'rollouts.jsonl'" not in caplog.text:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: "of iteration 5 are not recorded: cannot write 'rollouts.jsonl'" in caplog.text)
 
 
 def test_the_same_run_makes_the_same_groups(rig: Rig) -> None:

@@ -1,6 +1,5 @@
 """Which requests go from a slow instance to an idle one: the choice, which is pure, and then the way they take."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.protocol.inference import SamplingParams
 from tests.support.pools import Pools
 from tests.support.scripted_instance import sample
+from tests.support.waiting import wait_for
 
 NOW_S = 1000.0
 PACE = 80.0
@@ -140,10 +140,7 @@ def test_what_is_moved_goes_on_from_where_it_was(
     sampling = SamplingParams(n=1, max_tokens=40, seed=seed, logprobs=0)
     running = loop.submit(pool.generate_group((3, 4), sampling, "v1-0", "v1"))
     at_slow = pool.find(slow.url)
-    deadline = time.monotonic() + DEADLINE_S
-    while at_slow.num_tokens < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: at_slow.num_tokens >= 3)
 
     async def move() -> None:
         (request,) = at_slow.requests

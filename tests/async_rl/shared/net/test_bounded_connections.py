@@ -5,7 +5,6 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from async_rl.shared.net.listener import listen, url_for_others
 from tests.support import ROOT
 from tests.support.parts import needs_part
 from tests.support.synthetic_run import SyntheticRun
+from tests.support.waiting import wait_for
 
 HALF = b"POST /fleet/register HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"
 WORDS = {
@@ -168,10 +168,7 @@ def test_who_says_nothing_more_is_let_go(
     monkeypatch.setattr(bounded_connections, "SILENCE_S", 0.3)
     monkeypatch.setattr(bounded_connections, "CHECK_S", 0.1)
     connection = strangers(url(), WORDS[words])
-    deadline = time.monotonic() + 20
-    while is_open(connection):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: not is_open(connection))
 
 
 def test_a_part_of_the_descriptors_is_for_connections_and_another_for_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from async_rl.shared.programs import process_guard
 from async_rl.shared.programs.process_guard import PRODUCER_MARK, StopWatch
 from tests.support.clock import Clock
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -56,10 +57,8 @@ def test_orphans_of_a_command_that_goes_on_are_reaped_and_its_exit_code_is_kept(
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert guard.stdin is not None and guard.stdout is not None
     assert guard.stdout.readline() == b"made\n"
-    deadline = time.monotonic() + 60
-    while len(psutil.Process(guard.pid).children()) > 1:
-        assert time.monotonic() < deadline, psutil.Process(guard.pid).children()
-        time.sleep(0.05)
+    children = psutil.Process(guard.pid).children
+    wait_for(lambda: len(children()) <= 1, said=children)
     guard.stdin.close()
     assert guard.wait(60) == 128 + 15
     guard.stdout.close()
@@ -119,14 +118,11 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGSTOP)
-    wait_for(process, psutil.STATUS_STOPPED)
+    wait_for_status(process, psutil.STATUS_STOPPED)
 
 
-def wait_for(process: subprocess.Popen[bytes], *statuses: str) -> None:
-    deadline_s = time.monotonic() + 30
-    while psutil.Process(process.pid).status() not in statuses:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+def wait_for_status(process: subprocess.Popen[bytes], *statuses: str) -> None:
+    wait_for(lambda: psutil.Process(process.pid).status() in statuses)
 
 
 def found_after(clock: Clock, watch: StopWatch, duration_s: float) -> set[int]:
@@ -153,7 +149,7 @@ def test_one_that_goes_on_before_the_limit_is_not_found(child: subprocess.Popen[
         stop(child)
         assert found_after(clock, watch, 55) == set()
         child.send_signal(signal.SIGCONT)
-        wait_for(child, psutil.STATUS_SLEEPING)
+        wait_for_status(child, psutil.STATUS_SLEEPING)
         assert found_after(clock, watch, 10) == set()
 
 
