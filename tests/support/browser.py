@@ -1,7 +1,6 @@
 """A headless Chromium, driven through its DevTools protocol: for the dashboard's tests."""
 
 import asyncio
-import base64
 import os
 import shutil
 import subprocess
@@ -67,10 +66,6 @@ class Tab:
         answer = await self.call("Runtime.evaluate", arguments)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
-
-    async def screenshot(self, path: Path) -> None:
-        answer = await self.call("Page.captureScreenshot", {"format": "png"})
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     async def call(self, method: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
         self._number += 1

@@ -11,7 +11,6 @@ import torch
 from tests.support.devices.fake_torch_npu import FakeTorchNPU
 
 MASK = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
-Q_LENS, KV_LENS = (2, 5, 4), (6, 5, 7)
 Q_ENDS, KV_ENDS = [2, 7, 11], [6, 11, 18]
 UNLIMITED = 2147483647
 

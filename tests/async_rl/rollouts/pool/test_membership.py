@@ -20,7 +20,6 @@ from tests.support import ROOT
 DOC = ROOT / "docs" / "elastic_pool.md"
 URL = "http://10.0.0.1:8000"
 BOOTS = (None, "boot-1", "boot-2")
-VERSIONS = ("v1", "v2")
 
 
 def table_of_the_doc() -> dict[tuple[str, str], str]:
