@@ -6,7 +6,7 @@ version, separate from the instance's own entry: removing an instance and adding
 anything.
 
 `roster.py` reports the facts and acts on the transitions (cancels requests, wakes the router, logs); no other code
-changes an entry. docs/elastic_pool.md shows `TRANSITIONS`, and a test compares the two.
+changes an entry.
 """
 
 from collections import Counter
@@ -33,7 +33,20 @@ MAX_FAILED_PUBLISHES = 3
 
 
 class Event(StrEnum):
-    """The events of an instance."""
+    """The events of an instance.
+
+    RECEIVED: it passed all checks of the publish of the version in training, or of an admission with it.
+    MISSED: a publish ended without it.
+    RETURNED: it responds as the process that received the version in training, still holds it, and is not barred.
+    ANSWERED: it responds, and the condition of RETURNED does not hold.
+    RESTARTED: another process responds under its address.
+    FAILED: it responded with other weights or other content than requested, failed a step of a publish or an
+        admission, or refuses the token: barred.
+    UNWELL: its health check returns a server error for `pool.heartbeat_timeout_s`.
+    LOST: no connection, or no response for `pool.heartbeat_timeout_s`, or no token for `pool.request_timeout_s`.
+    DRAINED: `drain`, or its address is no longer in the name service.
+    REMOVED: `remove`, or it drained and has no requests in flight.
+    """
 
     RECEIVED = "received"
     MISSED = "missed"
