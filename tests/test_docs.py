@@ -111,6 +111,8 @@ def words_of_commands(text: str) -> Iterator[list[str]]:
 
 def is_known(option: str, usage: str) -> bool:
     name = option.partition("=")[0]
+    if name in ("-h", "--help"):  # of every command; the page leaves it out
+        return True
     if "." in name:
         return name == "--section.key" or find_key(Config, name.removeprefix("--")) is not None
     return re.search(rf"(?<![\w-]){re.escape(name)}\b", usage) is not None

@@ -19,19 +19,19 @@ class AlgorithmSection(Section):
     name: str = Field("grpo", description=f"{BUILT_IN}, or python:path/to/file.py:Class, your own (see algorithms.md)")
     options: dict[str, Any] = Field(default_factory=dict, description="of the algorithm itself (see algorithms.md)")
     clip_low: float | None = Field(
-        None, ge=0.0, description="the ratio counts from 1 - clip_low; by default as the algorithm's paper has it"
+        None, ge=0.0, description="the ratio counts from 1 - clip_low; by default as in the algorithm's paper"
     )
     clip_high: float | None = Field(None, ge=0.0, description="to 1 + clip_high; by default likewise")
     normalize: Normalize | None = Field(
         None,
         description="the loss is a mean over the batch's sampled tokens (token), over its rollouts of the mean over "
         "each one's (sequence), or a sum over tokens by rollouts x rollout.max_response_tokens (constant); by default "
-        "as the algorithm's paper has it",
+        "as in its paper",
     )
     scale_by_std: Literal[True, False, "batch"] | None = Field(
         None,
         description="divide advantages by the standard deviation of the group's rewards, of the batch's, or by none; "
-        "by default as the algorithm's paper has it",
+        "by default as in the algorithm's paper",
     )
     kl_coef: float = Field(0.0, ge=0.0, description="weight of the KL to the reference; 0 keeps no reference")
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="of the KL, from a sampled token's log-probs")
@@ -43,8 +43,7 @@ class AlgorithmSection(Section):
     overlong_tokens: int | None = Field(
         None,
         ge=1,
-        description="a rollout loses reward over the last so many tokens before rollout.max_response_tokens, linearly, "
-        "and 1 at the limit",
+        description="a rollout loses reward over so many tokens before rollout.max_response_tokens, linearly, and 1 at the limit",
     )
     old_policy: Literal["reuse", "model", "lagged", "rollout"] = Field(
         "reuse",
@@ -54,7 +53,7 @@ class AlgorithmSection(Section):
     importance: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
         "none",
         description="weigh tokens by their probability in the trainer over that at the instance, at most "
-        "importance_high, or leave out those with a weight outside the limits",
+        "importance_high, or leave out those outside the limits",
     )
     importance_high: float = Field(
         2.0, gt=1.0, description="largest weight; the least that a mask leaves in is 1 / importance_high"

@@ -19,8 +19,8 @@ _HOST_AND_PORT = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9
 class PoolSection(Section):
     instances: tuple[str, ...] = Field(
         (),
-        description="base URLs of inference instances that are there from the start; and dns:HOST:PORT: every address "
-        "of HOST is an instance, as they come and go",
+        description="base URLs of instances that are there from the start; and dns:HOST:PORT: every address of HOST is "
+        "an instance, as they come and go",
     )
     fleet_address: str = Field(
         "127.0.0.1:0",
@@ -31,8 +31,8 @@ class PoolSection(Section):
     request_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="longest time without progress of a generate request, which then goes on at another instance: "
-        "without a new token of it or, while it waits in the instance's queue, of any request there",
+        description="longest time without a new token of a request or, while it waits in an instance's queue, of any "
+        "request there; another instance then continues it",
     )
 
     @field_validator("instances")
@@ -103,19 +103,18 @@ class PublishSection(Section):
     )
     transport: Literal["broadcast", "snapshot", "ipc"] = Field(
         "broadcast",
-        description="a torch.distributed broadcast, a file that the instances read, or, where both pools share devices "
-        "(run.placement), memory of the trainer's device that the instances map",
+        description="a torch.distributed broadcast, a file that the instances read, or memory of a device that both "
+        "pools share (run.placement)",
     )
     snapshot_dir: Path | None = Field(
         None,
         description="where weights are written as safetensors, in shared memory or on a shared file system; a new "
-        "instance then serves at once, and not from the next publish on",
+        "instance then serves at once",
     )
     canary: Literal["first", "always", "off"] = Field(
         "first",
-        description="show with changed weights that every class of tensors reaches what an engine computes with: "
-        "before an engine of its kind first serves in a run, before every batch, or never, which leaves out "
-        "vLLM's probe after a publish, too (see proof.md)",
+        description="show with changed weights that an engine computes with every class of tensors: before the first "
+        "of its kind serves in a run, before every batch, or never, which leaves out vLLM's probe, too (see proof.md)",
     )
 
     @model_validator(mode="after")

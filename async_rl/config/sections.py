@@ -38,8 +38,8 @@ class RunSection(Section):
     seed: int = Field(0, ge=0, lt=2**63, description="decides the order of prompts and every sampling seed")
     placement: Literal["separate", "shared", "turns"] = Field(
         "separate",
-        description="whether instances have devices of their own, or those of the training ranks: shared, with both "
-        "pools in memory at once, or in turns (see placement.md)",
+        description="instances have devices of their own, share those of the training ranks, with both pools in memory "
+        "at once, or take turns with them (see placement.md)",
     )
 
 

@@ -20,10 +20,9 @@ PAGE = ROOT / "docs" / "commands.md"
 
 HEADER = """# Commands
 
-What each command says of itself: `async-rl COMMAND --help`. This page is written from it by
-`python -m tests.support.commands_page`. Exit codes are in [troubleshooting.md](troubleshooting.md#exit-codes).
-
-Where a command takes `--section.key VALUE`, each key of [configuration.md](configuration.md) is an option.
+What each command says with `--help`, an option of all, from which `python -m tests.support.commands_page` writes this
+page. Exit codes are in [troubleshooting.md](troubleshooting.md#exit-codes). Where a command takes `--section.key
+VALUE`, each key of [configuration.md](configuration.md) is an option.
 
 ```
 {usage}
@@ -59,7 +58,9 @@ def _run(python: str, command: list[str]) -> None:
 
 def _sections(*words: str) -> Iterator[str]:
     text, _, _ = help_of(*words).partition(f"\n{KEYS_TITLE}:")
-    yield f"{'#' * (1 + len(words))} async-rl {' '.join(words)}\n\n```\n{text.rstrip()}\n```\n"
+    shown = re.sub(r"^  -h, --help .*\n", "", text, flags=re.MULTILINE)
+    shown = re.sub(r"\noptions:\s*\Z", "", shown)
+    yield f"{'#' * (1 + len(words))} async-rl {' '.join(words)}\n\n```\n{shown.rstrip()}\n```\n"
     if "\noptions:" not in text:
         for name in re.findall(r"^  (\w+) {2,}", text, flags=re.MULTILINE):
             yield from _sections(*words, name)

@@ -22,19 +22,15 @@ HEADER = """# Configuration
 
 A run is one TOML file; every value can be overridden on the command line as `--section.key VALUE` or
 `--section.key=VALUE`, at any position. A text key takes the argument unchanged; other values are parsed as TOML or
-JSON, so lists and tables can be given, too: `--evaluation.sets '[{"name": "held-out", "source": "rows.jsonl"}]'`; a
-key of a table has its own dotted name, as in `--prompts.task_options.min_word_len 5`. Of several values for one key
-the last one is used. Unknown keys are errors that name the nearest key; abbreviations are not accepted.
-`async-rl run --help` lists all keys; this page is written from the same descriptions by
-`python -m tests.support.configuration_page`. The parts of a run are described in [data.md](data.md),
-[rewards.md](rewards.md), [algorithms.md](algorithms.md), [evaluation.md](evaluation.md) and
-[deployment.md](deployment.md). `[inference]` is of the instances that `async-rl run` starts.
+JSON: `--evaluation.sets '[{"name": "held-out", "source": "rows.jsonl"}]'`. A key of a table has its own dotted name,
+as in `--prompts.task_options.min_word_len 5`. Of several values for one key the last one is used. Unknown keys are
+errors that name the nearest key. `async-rl run --help` lists all keys; `python -m tests.support.configuration_page`
+writes this page from the same descriptions. `[inference]` is of the instances that `async-rl run` starts.
 """
 
 LAYOUTS = """## Layouts of the trainer
 
-A layout is accepted if all of these conditions hold, and otherwise refused before any weight is loaded, with the key
-and the remedy (the rule is in `async_rl/checks/preflight/layout.py`):
+A layout is accepted if all of these conditions hold, and otherwise refused before any weight is loaded:
 
 - the ranks are a multiple of `tensor_parallel` x `context_parallel` x `pipeline_parallel`; the quotient is the number
   of replicas;
@@ -47,8 +43,7 @@ and the remedy (the rule is in `async_rl/checks/preflight/layout.py`):
 - `expert_parallel` divides the experts and the ranks of a stage (`tensor_parallel` x `context_parallel` x replicas),
   and is 1 without experts.
 
-`recompute`, `frozen_weights` and groups longer than `micro_batch_tokens` work with every
-accepted layout.
+`recompute`, `frozen_weights` and groups longer than `micro_batch_tokens` work with every layout.
 """
 
 SET_BY_YOU = {
@@ -95,25 +90,24 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
 LISTS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     (
         "[[prompts.mixture]]",
-        "One table for each part of a mixture; [data.md](data.md#mixtures) describes how they are mixed.",
+        "One table for each [part of a mixture](data.md#mixtures).",
         MixturePart,
     ),
     (
         "[rollout.options]",
-        "Of the rollouts of a program; [rollouts.md](rollouts.md) describes them. Without one they have no effect.",
+        "Of the rollouts of a [program](rollouts.md); without one they have no effect.",
         ProgramOptions,
     ),
     (
         "[[reward.parts]]",
-        "One table for each reward that is added up; [rewards.md](rewards.md#several-rewards) describes it. Besides "
-        "these, a part\nhas the keys of `[reward]`, except `parts` and `column`; those that it "
-        "leaves out are as there.",
+        "One table for each [reward that is added up](rewards.md#several-rewards). Besides these, a part has the keys "
+        "of\n`[reward]`, except `parts` and `column`; those that it leaves out are as there.",
         RewardPart,
     ),
     (
         "[[evaluation.sets]]",
-        "One table for each set of held-out prompts; [evaluation.md](evaluation.md) describes when they are evaluated. "
-        "Prompts\nare rendered like those of the `prompts` section, and answered and scored as in training.",
+        "One table for each [set of held-out prompts](evaluation.md), which are rendered, answered and scored as in "
+        "training.",
         EvaluationSet,
     ),
 )

@@ -2,16 +2,18 @@
 
 The trainer runs a prompt and its responses as rows of one micro-batch; the embedded engine runs the same tokens in
 pieces, beside other ones. Log-probs are equal bit for bit if each output element is made by the same sequence of
-operations in both. torch's kernels on a CPU do that under these conditions (measured: `docs/exact.md`):
+operations in both. torch's kernels on a CPU do that under these conditions, measured on AMD processors with AVX-512 and
+with AVX2, with torch 2.13 (MKL 2024.2):
 
 - a product of matrices, if its number of rows is a multiple of `ROW_MULTIPLE` and its number of columns one of
   `COLUMN_MULTIPLE`: one to three rows, and one to eleven columns, take other kernels, and threads divide other numbers
-  into such;
+  into such. oneDNN does it for all but one row, but its sums are not MKL's above `STRAIGHT` terms: both sides use MKL;
 - flash attention, if queries come in multiples of `ROW_MULTIPLE` and keys in widths of `key_width`: MKL adds up to
   `STRAIGHT` products in one chain and divides longer sums by their length; vectors have `VECTOR` elements, and the rest
   of a row takes scalar code. Keys beyond a query's own are masked: exp gives 0, and adding 0 changes nothing;
 - exp, log, sqrt, sin, cos, sums along rows, and what IEEE 754 defines (+, -, *, /, max). Not sigmoid, silu and
-  logaddexp, whose vectorized and scalar versions differ.
+  logaddexp, whose vectorized and scalar versions differ: they are written with exp, log and division;
+- a bias that is added last: torch starts some sums with it.
 
 Shapes: B entries, H query heads, K key-value heads, Q queries, L keys, D head size, R rows, V vocabulary, F the size
 of feed-forward parts.

@@ -56,7 +56,7 @@ def _is_intel(cpu_info: Path) -> bool:
 
 
 def _differences() -> list[str]:
-    """What is not as the table in docs/exact.md has it, for some shapes."""
+    """What is not as `exact.py` relies on, for some shapes."""
     found = []
     random = torch.Generator().manual_seed(0)
     for inner in _INNER:
