@@ -26,7 +26,7 @@ class AlgorithmSection(Section):
         None,
         description="the loss is a mean over the batch's sampled tokens (token), over its rollouts of the mean over "
         "each one's (sequence), or a sum over tokens by rollouts x rollout.max_response_tokens (constant); by default "
-        "as in its paper",
+        "as in the algorithm's paper",
     )
     scale_by_std: Literal[True, False, "batch"] | None = Field(
         None,
@@ -43,7 +43,8 @@ class AlgorithmSection(Section):
     overlong_tokens: int | None = Field(
         None,
         ge=1,
-        description="a rollout loses reward over so many tokens before rollout.max_response_tokens, linearly, and 1 at the limit",
+        description="a rollout loses reward over so many tokens before rollout.max_response_tokens, linearly, and 1 at "
+        "the limit",
     )
     old_policy: Literal["reuse", "model", "lagged", "rollout"] = Field(
         "reuse",
