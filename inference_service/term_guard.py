@@ -2,6 +2,9 @@
 
 Trainers of one run send `RUN_UID:TERM` in a header; the term grows with each trainer that takes over the run. It wraps
 the embedded engine's application, and vLLM's own through its `--middleware` option. Requests without the header pass.
+
+It also refuses what a trainer asks the workers while another run sends them weights: the answer would wait for the end
+of that stream.
 """
 
 import logging
@@ -12,7 +15,13 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from async_rl.shared.net.http_guard import error_response
-from async_rl.shared.protocol.routes import OPEN_PATHS, SUPERSEDED_TERM, TERM_HEADER
+from async_rl.shared.protocol.routes import (
+    COLLECTIVE_RPC,
+    OPEN_PATHS,
+    SUPERSEDED_TERM,
+    TERM_HEADER,
+    UPDATE_WEIGHTS,
+)
 
 logger = logging.getLogger("inference_service")
 
@@ -24,7 +33,8 @@ _VALUE: Final = re.compile(rb"([A-Za-z0-9-]{1,64}):([0-9]{1,12})")
 
 
 class TermGuard:
-    """Responds 409 to a term below the highest one of the same run, and 400 to a header that is none.
+    """Responds 409 to a term below the highest one of the same run, and 400 to a header that is none; and 409 to a call
+    of the workers while another run sends weights.
 
     It learns no term from a path that needs no token: whoever has none must neither fence a trainer nor have its run
     forgotten.
@@ -33,6 +43,8 @@ class TermGuard:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._highest: dict[bytes, int] = {}
+        self._sending: list[bytes] = []
+        """Runs whose weights are being received."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reported = dict(scope["headers"]).get(_HEADER) if scope["type"] == "http" else None
@@ -40,7 +52,19 @@ class TermGuard:
             message, status = refusal
             await error_response(message, status, SUPERSEDED_TERM)(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        run = (reported or b"").partition(b":")[0]
+        others = [sender for sender in self._sending if sender != run]
+        if run and others and scope["path"] == COLLECTIVE_RPC:
+            await error_response(_taken(others[0].decode(), run.decode()), HTTPStatus.CONFLICT)(scope, receive, send)
+            return
+        if not run or scope["path"] != UPDATE_WEIGHTS:
+            await self._app(scope, receive, send)
+            return
+        self._sending.append(run)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._sending.remove(run)
 
     def _refusal(self, reported: bytes, learns: bool) -> tuple[str, HTTPStatus] | None:
         match = _VALUE.fullmatch(reported)
@@ -62,3 +86,10 @@ class TermGuard:
         self._highest[run] = term
         if len(self._highest) > MAX_RUNS:
             del self._highest[next(iter(self._highest))]
+
+
+def _taken(sender: str, run: str) -> str:
+    return (
+        f"the trainer of run {sender} sends weights to this instance now, and this is run {run} (the name of a run is "
+        "in run.dir/.lease/run): an instance serves one run; end one of them, or give each its own instances"
+    )

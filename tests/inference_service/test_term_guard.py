@@ -6,7 +6,7 @@ import json
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from async_rl.shared.protocol.routes import OPEN_PATHS
+from async_rl.shared.protocol.routes import COLLECTIVE_RPC, OPEN_PATHS, UPDATE_WEIGHTS
 from inference_service.term_guard import MAX_RUNS, TermGuard
 
 
@@ -17,6 +17,10 @@ async def accepts(scope: Scope, receive: Receive, send: Send) -> None:
 
 def ask(guard: TermGuard, term: str | None, path: str = "/pause", kind: str = "http") -> tuple[int, dict[str, object]]:
     """Status and body of the response to a request with this header."""
+    return asyncio.run(answer(guard, term, path, kind))
+
+
+async def answer(guard: TermGuard, term: str | None, path: str, kind: str = "http") -> tuple[int, dict[str, object]]:
     messages: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -26,7 +30,7 @@ def ask(guard: TermGuard, term: str | None, path: str = "/pause", kind: str = "h
         raise AssertionError("nothing is read")
 
     headers = [] if term is None else [(b"x-async-rl-term", term.encode())]
-    asyncio.run(guard({"type": kind, "path": path, "headers": headers}, receive, send))
+    await guard({"type": kind, "path": path, "headers": headers}, receive, send)
     return messages[0]["status"], json.loads(messages[1]["body"])
 
 
@@ -80,3 +84,32 @@ def test_whoever_has_no_token_neither_fences_a_trainer_nor_has_its_run_forgotten
     assert ask(guard, "run-a:999999", path)[0] == 200
     assert ask(guard, "run-a:2")[0] == 200, "not fenced"
     assert ask(guard, "run-a:1")[0] == ask(guard, "run-a:1", path)[0] == 409, "not forgotten"
+
+
+def test_calls_of_the_workers_are_refused_at_once_while_another_run_sends_weights() -> None:
+    answers: list[tuple[int, dict[str, object]]] = []
+
+    async def receives(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == UPDATE_WEIGHTS:
+            # Only now, since a stream may last for minutes.
+            requests = (("run-b:7", COLLECTIVE_RPC), ("run-a:2", COLLECTIVE_RPC), ("run-b:7", "/pause"))
+            answers.extend([await answer(guard, *request) for request in requests])
+        await accepts(scope, receive, send)
+
+    guard = TermGuard(receives)
+    assert ask(guard, "run-a:2", UPDATE_WEIGHTS)[0] == 200
+    assert [status for status, _ in answers] == [409, 200, 200]
+    assert "the trainer of run run-a sends weights to this instance now, and this is run run-b" in str(answers[0])
+    assert ask(guard, "run-b:7", COLLECTIVE_RPC)[0] == 200, "the stream has ended"
+
+
+def test_a_stream_that_broke_is_over_for_other_runs_too() -> None:
+    async def breaks(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == UPDATE_WEIGHTS:
+            raise ConnectionError
+        await accepts(scope, receive, send)
+
+    guard = TermGuard(breaks)
+    with pytest.raises(ConnectionError):
+        ask(guard, "run-a:2", UPDATE_WEIGHTS)
+    assert ask(guard, "run-b:7", COLLECTIVE_RPC)[0] == 200
