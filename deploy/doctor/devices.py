@@ -1,18 +1,16 @@
 """Accelerators and their drivers, without importing torch."""
 
-import re
 import shutil
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.programs.cuda_driver import OTHER_BUILD, is_too_old, needed_driver
 from deploy.doctor.finding import Finding
-from deploy.doctor.versions import installed
 from deploy.local.machine import VISIBLE, Run, find_devices, output_of
 from deploy.local.machine_shares import num_devices, remedy_for_too_few
+from deploy.local.torch_build import cuda_of_torch, installed, why_unfit
 
 GPU_QUERY = ["nvidia-smi", "--query-gpu=index,name,driver_version,memory.total,memory.used", "--format=csv,noheader"]
 
@@ -27,7 +25,10 @@ def find_device_facts(
     yield from (Finding(name, "note", "an Ascend NPU") for name in npus)
     if not gpus and not npus:
         yield Finding("devices", "note", "none: runs use CPUs here (trainer.device = 'cpu')")
-    yield from _torch_build(bool(gpus))
+    if gpus:
+        yield from _torch_build("cuda")
+    if shutil.which("npu-smi") or installed("torch-npu"):
+        yield from _torch_build("npu")
     if gpus and (cuda := cuda_of_torch()) is not None:
         yield from _driver(gpus[0].split(",")[-3].strip(), cuda)
     for variable in VISIBLE.values():
@@ -37,39 +38,15 @@ def find_device_facts(
         yield _enough(config, environment, run, dev)
 
 
-def cuda_of_torch() -> str | None:
-    """The CUDA version that the installed torch is built for, by its own file; None for none."""
-    try:
-        text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
-    except (metadata.PackageNotFoundError, OSError):
-        return None
-    match = re.search(r"^cuda\b.*= '([\d.]+)'", text, flags=re.MULTILINE)
-    return match[1] if match else None
-
-
 def _driver(driver: str, cuda: str) -> Iterator[Finding]:
     if is_too_old(driver, cuda):
         text = f"{driver}, but torch {installed('torch')} is built for CUDA {cuda}, which needs {needed_driver(cuda)}"
         yield Finding("driver", "warning", f"{text} or newer: torch sees no GPU", OTHER_BUILD)
 
 
-def _torch_build(has_gpu: bool) -> Iterator[Finding]:
-    version = installed("torch")
-    if has_gpu and version is not None and version.endswith("+cpu"):
-        yield Finding(
-            "torch build",
-            "fault",
-            f"{version} is built for CPUs, and there are GPUs",
-            "pip install torch of the index for your driver's CUDA: https://pytorch.org/get-started/locally",
-        )
-    npu = installed("torch-npu")
-    # By their packages: an `import torch` would load torch_npu, too.
-    if npu is not None and version is not None and npu.split(".post")[0] != (own := version.split("+")[0]):
-        yield Finding(
-            "torch build", "fault", f"torch {own} and torch_npu {npu} are no pair", f"pip install torch-npu=={own}"
-        )
-    if npu is None and shutil.which("npu-smi"):
-        yield Finding("torch build", "fault", "npu-smi is here and torch_npu is not", "pip install torch-npu")
+def _torch_build(kind: str) -> Iterator[Finding]:
+    if (unfit := why_unfit(kind)) is not None:
+        yield Finding("torch build", "fault", *unfit)
 
 
 def _enough(config: Config, environment: Mapping[str, str], run: Run, dev: Path) -> Finding:

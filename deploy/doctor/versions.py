@@ -14,6 +14,7 @@ from deploy.doctor.finding import Finding, State
 from deploy.local.machine import Machine
 from deploy.local.plan import plan_instances
 from deploy.local.start_checks import HOW_TO_GET_VLLM, require_engine
+from deploy.local.torch_build import installed
 
 DISTRIBUTION = "async-rl"
 
@@ -32,14 +33,6 @@ def find_versions(config: Config | None) -> Iterator[Finding]:
     yield from _missing_extras(config)
     if config is not None and not config.pool.instances:
         yield from _engine(config)
-
-
-def installed(distribution: str) -> str | None:
-    """The version of an installed distribution; None if it is not installed."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _unmet_requirements() -> Iterator[Finding]:

@@ -31,6 +31,7 @@ from deploy.local.machine_memory import device_memory, host_memory
 from deploy.local.memory_fit import Capacity, find_misfits
 from deploy.local.plan import Plan
 from deploy.local.start_checks import make_plan, require_addresses, require_engine, require_packages
+from deploy.local.torch_build import require_torch_for
 
 VARIABLES = (TOKEN_VARIABLE, *VISIBLE.values(), "OMP_NUM_THREADS")
 
@@ -99,6 +100,8 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
         else:
             errors.append(fault.error)
     plan = _tried(errors, lambda: None if elsewhere else make_plan(config_path, config, overrides))
+    if plan is not None:
+        _tried(errors, lambda: require_torch_for(config.trainer.device))
     cluster_plan = None
     # Both pools on one device are for `async-rl run` on another machine, unless the config asks for several.
     is_launched = config.cluster.training_nodes > 1 or config.run.placement == "separate"

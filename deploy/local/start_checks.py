@@ -18,6 +18,7 @@ from async_rl.shared.programs.nccl_package import HAS_NCCL, MATCHING, nccl_packa
 from deploy.cluster.process import Process
 from deploy.local.machine import this_machine
 from deploy.local.plan import Plan, num_ports, plan
+from deploy.local.torch_build import require_torch_for
 
 HOW_TO_GET_VLLM = (
     "give the Python of an environment with vLLM; `make vllm` in a checkout of async-rl makes .venv-vllm/bin/python, "
@@ -45,6 +46,7 @@ def require_startable(program: str, config: Config, this_plan: Plan) -> None:
         ConfigError: one of them cannot be used.
     """
     require_packages(program, config)
+    require_torch_for(config.trainer.device)
     require_sound(config, trains=True, serves=True)
     require_addresses(config)
     require_engine(config, this_plan.instances[0])

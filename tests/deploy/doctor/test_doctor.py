@@ -27,7 +27,7 @@ from deploy.doctor.finding import Finding
 from deploy.doctor.host import find_host_facts
 from deploy.doctor.network import find_network_facts, port_finding
 from deploy.doctor.versions import find_versions
-from deploy.local import start_checks
+from deploy.local import start_checks, torch_build
 from deploy.local.machine_memory import HostMemory
 from deploy.local.memory_fit import GIB
 from tests.support.minimal_config import MINIMAL, config_of
@@ -241,7 +241,8 @@ def test_a_driver_too_old_for_torch_is_a_warning(
 def test_a_torch_npu_of_another_torch_is_a_fault(
     npu: str | None, torch: str, is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "installed", {"torch-npu": npu, "torch": torch}.get)
+    monkeypatch.setattr(torch_build, "installed", {"torch-npu": npu, "torch": torch}.get)
+    monkeypatch.setattr(devices, "installed", torch_build.installed)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     found = by_name(find_device_facts(None, {}, lambda _: "", tmp_path))
     assert ("torch build" in found) == is_named
@@ -262,7 +263,7 @@ def test_the_cuda_of_torch_is_read_from_its_file(
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/version.py").write_text(f"__all__ = ['cuda']\n__version__ = '9.9'\n{line}\nhip = None\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert devices.cuda_of_torch() == cuda
+    assert torch_build.cuda_of_torch() == cuda
 
 
 @pytest.mark.distributed

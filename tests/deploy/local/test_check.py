@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import shutil
 import socket
@@ -15,6 +16,7 @@ from async_rl.checks.forecast.run_forecast import forecast_run
 from async_rl.checks.preflight.model import read_shape
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError
+from deploy.local import torch_build
 from deploy.local.check import check_run, main
 from deploy.local.machine_memory import HostMemory, device_memory, host_memory
 from deploy.local.memory_fit import GIB, Capacity, find_misfits
@@ -290,6 +292,26 @@ def test_memory_that_others_use_is_a_warning_and_missing_memory_an_error(workpla
     assert isinstance(error, ConfigError) and "trainer.micro_batch_tokens" in str(error)
     on_device = find_misfits(config, forecast, Capacity(HostMemory(64 * GIB, 64 * GIB), 1))
     assert ["training rank" in str(error) for error in on_device.errors] == [True, False]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("cuda", "refused"), [(None, True), ("13.0", False)])
+def test_a_torch_for_cpus_beside_gpus_is_refused(
+    cuda: str | None, refused: bool, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = workplace / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\n[ $1 = --list-gpus ] && printf 'GPU 0: X\nGPU 1: X\n' || printf '81920\n81920\n'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch_build, "cuda_of_torch", lambda: cuda)
+    words = ["--trainer.device=cuda"]
+    errors = check_run(Path("run.toml"), load_config(Path("run.toml"), words), words, elsewhere=False).errors
+    assert [str(error) for error in errors if "is built for CPUs, and there are GPUs; pip install" in str(error)] == [
+        str(error) for error in errors
+    ]
+    assert bool(errors) == refused
 
 
 def test_pools_that_share_a_device_fit_on_it_together(workplace: Path) -> None:
