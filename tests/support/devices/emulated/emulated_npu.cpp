@@ -4,6 +4,8 @@
 // their stream. A late copy fills its destination with poison when it is queued, and copies when its stream is flushed.
 // `hccl` is a c10d backend whose collectives run in gloo on copies; results are written when its stream is flushed.
 //
+// A kernel that hangs has its results as others do; what waits for its device from then on never returns.
+//
 // `python.on_wait(kind)` is called without a lock held, whenever the host waits; `python.on_fault(kind)` says whether
 // a fault that is due strikes.
 #include <ATen/EmptyTensor.h>
@@ -47,7 +49,7 @@ enum class Late { NEVER, ALWAYS, SEEDED };
 static Late late_mode = Late::SEEDED;
 static uint64_t late_seed = 0;
 static std::atomic<uint64_t> num_copies{0};
-static std::atomic<bool> is_lost{false};
+static std::atomic<bool> is_lost{false}, hangs{false};
 static std::mutex settings_mutex;
 static std::map<std::string, int64_t> num_until_fault;
 static py::object *on_wait = new py::object(), *on_fault = new py::object();  // never destroyed: threads outlive Python
@@ -56,6 +58,15 @@ static void count(const std::string& kind) {
   if (!Py_IsInitialized()) return;
   py::gil_scoped_acquire gil;
   if (*on_wait) (*on_wait)(kind);
+}
+
+// The host waits: for ever, without Python's lock, for a device with a kernel that never ends.
+static void host_waits(const std::string& kind) {
+  count(kind);
+  if (!hangs) return;
+  std::optional<py::gil_scoped_release> without_lock;
+  if (PyGILState_Check()) without_lock.emplace();
+  while (true) std::this_thread::sleep_for(std::chrono::seconds(1));
 }
 
 // Whether the fault of this kind strikes now: at the n-th call, if Python agrees.
@@ -346,6 +357,7 @@ static void mark_written(Place place, const BlockPtr& block) {
 // An operation begins on the current stream of a device: all that is queued there is carried out.
 static Place begin_kernel(int device) {
   if (strikes("lost")) is_lost = true;
+  if (strikes("hang")) hangs = true;
   require_device();
   auto place = here(device);
   flush(place, ALL);
@@ -396,28 +408,29 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* pointer, const c10::Stream& on) const override { wait_for(place(on), event(pointer)); }
   bool queryEvent(void* pointer) const override {
     if (!pointer) return true;
+    if (hangs) return false;
     auto& asked = event(pointer);
     if (++asked.queries > QUERIES_UNTIL_DONE) host_waited(asked);
     return is_done(asked.place, asked.number);
   }
-  bool queryStream(const c10::Stream& asked) const override { return is_done(place(asked), ALL); }
+  bool queryStream(const c10::Stream& asked) const override { return !hangs && is_done(place(asked), ALL); }
   static bool is_done(Place place, int64_t number) {
     Lock lock(streams_mutex);
     auto& queue = streams[place].queue;
     return queue.empty() || queue.front()->number > number;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    count("synchronize stream");
+    host_waits("synchronize stream");
     require_device();
     host_waited(*::record(place(stream)));
   }
   void synchronizeEvent(void* pointer) const override {
-    count("synchronize event");
+    host_waits("synchronize event");
     require_device();
     if (pointer) host_waited(event(pointer));
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
-    count("synchronize device");
+    host_waits("synchronize device");
     require_device();
     std::vector<Place> places;
     {
@@ -532,7 +545,7 @@ static Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
   bool is_pinned = block_of(to_npu ? from : to) != nullptr;
   bool waits = to_npu != from_npu && !(non_blocking && is_pinned);
   bool can_be_late = to_npu != from_npu ? !waits : place.second != 0;
-  if (waits) count(to_npu ? "blocking copy to device" : "copy to host");
+  if (waits) host_waits(to_npu ? "blocking copy to device" : "copy to host");
   bool raced = found_race(place, {from, to}, "copy");
   if (!raced && can_be_late && is_late()) {
     copy_late(place, from, to);
@@ -548,7 +561,7 @@ static Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
 }
 
 static at::Scalar item(const Tensor& tensor) {
-  count("item");
+  host_waits("item");
   auto place = begin_kernel(tensor.device().index());
   auto value = host_alias(tensor);
   if (found_race(place, {tensor}, "item")) poison(value = value.clone());
@@ -647,7 +660,7 @@ struct Call {
     for (auto& tensor : hosts) {
       TORCH_CHECK(tensor.dim() == 0 || takes_host, "Expected all tensors to be on the same device, but found ",
                   device->str(), " and ", tensor.device(), " in ", name);
-      if (tensor.dim() && takes_host) count("blocking copy to device");
+      if (tensor.dim() && takes_host) host_waits("blocking copy to device");
     }
     for (auto& tensor : tensors)
       TORCH_CHECK(tensor.scalar_type() != at::kDouble || !WITHOUT_FLOAT64.count(name), name,
@@ -655,7 +668,7 @@ struct Call {
     bool has_size = name == "aten::repeat_interleave" && !given.back().isNone();
     // With one value it is masked_fill, which needs no size.
     bool is_put = has_mask && name == "aten::_index_put_impl_" && (given[2].toTensor().numel() > 1 || given[3].toBool());
-    if ((WAIT_FOR_A_SIZE.count(name) && !has_size) || is_put) count(name);
+    if ((WAIT_FOR_A_SIZE.count(name) && !has_size) || is_put) host_waits(name);
   }
 
   // The argument that a result is written to, in place or as `out`; resized as the CPU's kernel did it.

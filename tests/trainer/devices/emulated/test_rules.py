@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from async_rl.shared.weights.ipc import PIECE_BYTES, HandOver
 from async_rl.shared.weights.store import StoreServer
+from tests.support.devices.emulated import build
 from tests.support.devices.emulated.process import on_emulated_npu
 
 # The first one on a machine waits for the compiler.
@@ -288,19 +290,24 @@ def test_a_broken_link_is_the_error_of_its_work_and_of_all_that_follows() -> Non
             there.tolist()
 
 
-@on_emulated_npu
-def test_wait_returns_at_once_and_an_abort_ends_what_waits_for_a_dead_peer() -> None:
+def pair(timeout_s: float) -> dict[int, Any]:
+    """A group of two members, both in this process."""
     store, made = dist.HashStore(), {}
 
     def join(rank: int) -> None:
         options = stand_in().ProcessGroupHCCL.Options()
-        options._timeout = timedelta(seconds=30)
+        options._timeout = timedelta(seconds=timeout_s)
         made[rank] = stand_in().ProcessGroupHCCL(store, rank, 2, options)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    there = torch.ones(2, device="npu")
+    return made
+
+
+@on_emulated_npu
+def test_wait_returns_at_once_and_an_abort_ends_what_waits_for_a_dead_peer() -> None:
+    made, there = pair(30), torch.ones(2, device="npu")
     work = made[1].broadcast([there], dist.BroadcastOptions())
     work.wait()
     assert not work.is_completed()
@@ -310,6 +317,14 @@ def test_wait_returns_at_once_and_an_abort_ends_what_waits_for_a_dead_peer() -> 
         there.tolist()
     with pytest.raises(RuntimeError, match="aborted"):
         made[1].broadcast([there], dist.BroadcastOptions())
+
+
+@on_emulated_npu
+def test_a_peer_that_sends_nothing_is_the_error_of_who_needs_its_data_when_the_groups_time_is_over() -> None:
+    made, there = pair(1), torch.ones(2, device="npu")
+    made[1].broadcast([there], dist.BroadcastOptions()).wait()
+    with pytest.raises(RuntimeError, match=r"(?i)timed?[ -]?out"):
+        there.tolist()
 
 
 @on_emulated_npu
@@ -339,3 +354,18 @@ def test_weights_pass_between_two_devices_or_on_one_and_all_copies_are_waited_fo
             receiver.broadcast(received)
             sender.result().wait(sending.result())
         assert torch.equal(received.cpu(), sent)
+
+
+def test_it_is_compiled_once_for_each_source_and_set_of_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Path] = []
+
+    def compile_to(made: Path) -> None:
+        compiled.append(made)
+        made.touch()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_compile", compile_to)
+    first, again = build.library.__wrapped__(), build.library.__wrapped__()
+    assert first == again and first.exists() and len(compiled) == 1
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
+    assert build.library.__wrapped__() != first and len(compiled) == 2
