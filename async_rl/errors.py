@@ -37,7 +37,7 @@ AsyncRLError
 ├── ProducerFailed                  the producer failed by an internal error
 ├── ProducerLost                    the producer has ended, or does not answer
 ├── LeaderFailed                    the training rank that leads a replica's rollouts failed
-├── RankLost                        another training rank is gone or stopped, or this one is cut off
+├── RankLost                        another training rank is gone or stopped, this one is cut off, or its device hangs
 ├── Fenced                          another trainer has taken over the run
 ├── FleetLost                       no trainer has answered an instance for its --patience-s
 ├── ProcessFailed                   a process of a deployment ended unexpectedly
@@ -228,7 +228,7 @@ class LeaderFailed(AsyncRLError):
 
 class RankLost(AsyncRLError):
     """Another training rank has not been heard of for `trainer.lost_after_s`, or nothing has, since this one is cut
-    off from the others."""
+    off from the others; or this one is alone, and its device does not finish its work."""
 
 
 class Fenced(AsyncRLError):

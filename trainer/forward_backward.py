@@ -8,7 +8,7 @@ Shape legend: N sampled tokens of one micro-batch.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -101,12 +101,18 @@ def by_gradient(window: Window, has_gradient: Callable[[Rollouts], bool]) -> tup
     return with_gradient, without
 
 
-def logprobs_of(model: Frozen | None, passes: Sequence[Pass]) -> Sequence[list[torch.Tensor] | None]:
-    """Log-probs (of a critic: values) of each pass's micro-batches under a frozen model; None for each without one."""
+def logprobs_of(
+    model: Frozen | None, passes: Sequence[Pass], each: Callable[[Sequence[Pass]], Iterable[Pass]] = iter
+) -> Sequence[list[torch.Tensor] | None]:
+    """Log-probs (of a critic: values) of each pass's micro-batches under a frozen model; None for each without one.
+
+    Args:
+        each: hands out the passes one after the other.
+    """
     if model is None:
         return [None] * len(passes)
     with model.resident() as resident:
-        return [a_pass.logprobs(resident) for a_pass in passes]
+        return [a_pass.logprobs(resident) for a_pass in each(passes)]
 
 
 def unscored_group(prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> Group:

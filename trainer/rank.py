@@ -59,6 +59,8 @@ class TrainingRank:
         self._shutdown = shutdown
         self._require_lease = require_lease
         self._num_publishes = 0
+        self._window = ""
+        """The one that is trained, for messages."""
 
     @property
     def dp_rank(self) -> int:
@@ -87,12 +89,15 @@ class TrainingRank:
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
         self._shutdown.separate()
         order.watch = self._shutdown.watch
-        for window in self._megatron.windows(order, self._shutdown.together):
+        for number, window in enumerate(self._megatron.windows(order, self._shutdown.together), start=1):
             self._shutdown.announce_stop()
+            iterations = {group.iteration for groups in window for group in groups}
+            self._window = f"window {number} of iteration {', '.join(map(str, iterations))}"
             yield window
 
     def accumulate(self, window: Window) -> list[GroupProof]:
-        return self._megatron.accumulate(window)
+        with self._megatron.device_watch.during(f"training of {self._window}"):
+            return self._megatron.accumulate(window)
 
     def gather(self, rows: Sequence[GroupProof]) -> list[GroupProof]:
         with self._shutdown.together():
@@ -100,7 +105,8 @@ class TrainingRank:
 
     def optimizer_step(self) -> StepStats:
         # The proof has the same result on all ranks, but the main rank may have failed to write it.
-        with self._shutdown.together():
+        what = self._megatron.device_watch.during(f"the optimizer step after {self._window}")
+        with self._shutdown.together(), what:
             return self._megatron.optimizer_step()
 
     def _lead_publish(self, publish: Callable[[WeightVersion], Publication], version: WeightVersion) -> Publication:
@@ -178,12 +184,13 @@ def weight_source(
 
     def stream(content: Content) -> Stream:
         parallel.broadcast_json([STREAM, content])
-        with megatron.turns.weights():
-            yield from _export_of(megatron, content).stream()
+        with megatron.turns.weights(), megatron.device_watch.during("reading the weights for a publish"):
+            yield from megatron.device_watch.each(_export_of(megatron, content).stream())
 
     def score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
         parallel.broadcast_json([SCORE, list(prompt), list(map(list, responses))])
-        return megatron.score(prompt, responses)
+        with megatron.device_watch.during(f"log-probs of {len(responses)} responses for a publish"):
+            return megatron.score(prompt, responses)
 
     def change(strengths: Mapping[str, int]) -> None:
         parallel.broadcast_json([CHANGE, dict(strengths)])

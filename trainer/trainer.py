@@ -42,6 +42,7 @@ from trainer.algorithm_checks import (
 )
 from trainer.batching.group_feed import GroupFeed
 from trainer.critic import Critic
+from trainer.device_watch import DeviceWatch
 from trainer.devices.memory import memory_peaks
 from trainer.devices.peak_flops import peak_flops_of
 from trainer.forward_backward import Pass, by_gradient, logprobs_of, make_passes, unscored_group
@@ -133,6 +134,7 @@ class MegatronTrainer:
         self.canary_weights = CanaryAdapters(policy, adapter) if publishes_adapters else CanaryWeights(policy)
         self._merges = None if publishes_adapters else MergeWatch(policy)
         self.turns = Turns(self._trained, self._frozen, parallel.device.DEVICE, takes_turns=takes_turns)
+        self.device_watch = DeviceWatch(parallel.device.DEVICE, parallel.num_ranks, section.lost_after_s)
         self._feed = GroupFeed(parallel, section)
         self._totals: Totals | None = None
         self._samples = True
@@ -189,22 +191,22 @@ class MegatronTrainer:
         with_gradient, without = by_gradient(window, self._algorithm.has_gradient)
         trained, untrained = self._passes(with_gradient), self._passes(without)
         passes = [*trained, *untrained]
-        ref_logprobs = logprobs_of(self.models.reference, passes)
-        old_logprobs = logprobs_of(self.models.old, passes)
-        teacher_logprobs = logprobs_of(self.models.teacher, passes)
+        ref_logprobs = logprobs_of(self.models.reference, passes, self.device_watch.each)
+        old_logprobs = logprobs_of(self.models.old, passes, self.device_watch.each)
+        teacher_logprobs = logprobs_of(self.models.teacher, passes, self.device_watch.each)
         self._sums.begin(groups, self._reward_kl(passes, ref_logprobs), self._totals)
         advantages: Sequence[list[torch.Tensor] | None] = [None] * len(passes)
         if self.critic is not None:
-            old_values = logprobs_of(self.critic.old, passes)
+            old_values = logprobs_of(self.critic.old, passes, self.device_watch.each)
             advantages = self.critic.train(passes, self._sums.responses_of, ref_logprobs, old_values)
         losses = [
             functools.partial(self._loss_of, a_pass, others)
             for a_pass, *others in zip(passes, old_logprobs, ref_logprobs, teacher_logprobs, advantages, strict=True)
         ]
-        for a_pass, loss_of in zip(trained, losses[: len(trained)], strict=True):
+        for a_pass, loss_of in zip(self.device_watch.each(trained), losses[: len(trained)], strict=True):
             a_pass.train(self.models.policy, loss_of)
         with self.models.policy_to_score() as policy:
-            for a_pass, loss_of in zip(untrained, losses[len(trained) :], strict=True):
+            for a_pass, loss_of in zip(self.device_watch.each(untrained), losses[len(trained) :], strict=True):
                 a_pass.forward(policy, loss_of)
         self._sums.note_untrained(sum(counts_group(group) for groups in without for group in groups))
         return self._sums.take_rows(groups) if self._parallel.reports else []

@@ -43,7 +43,8 @@ class TrainerSection(Section):
         30.0,
         ge=2.0,
         description="a training rank that is silent for so long counts as lost, and ends the others; the producer "
-        "is replaced then; a process that a signal stops is killed by its launcher 30 s later",
+        "is replaced then; a process that a signal stops is killed by its launcher 30 s later, and a sole rank whose "
+        "device hangs ends after 30 times as long",
     )
 
     @property

@@ -1,5 +1,8 @@
 """Whole runs with trainer and embedded instance on emulated NPUs: hccl, canary, checkpoints, Hugging Face files."""
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from math import sqrt
 from pathlib import Path
@@ -14,12 +17,14 @@ from tests.support.local_run import Run
 from tests.support.rollout_program import use_program
 from tests.support.same_run import assert_same_run
 from tests.trainer.devices.emulated.conftest import EmulatedRun
+from trainer.device_watch import LOST_LIMITS
 
 # The first test of each run waits for all of it.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 SETTINGS = ("--train.order=prompt", "--algorithm.kl_coef=0.05", "--checkpoint.every=1")
 ITERATIONS = 3
+LOST_AFTER_S = 3
 PARAMETERS = 18
 """Of Megatron's model: 8 of each layer, the embedding and the last norm."""
 
@@ -161,6 +166,18 @@ def test_verify_finds_that_everything_holds(emulated_run: Callable[..., Emulated
 
 
 @pytest.mark.nightly
+def test_its_checkpoint_is_exported_where_there_is_no_such_device(trained: EmulatedRun, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainer.export", str(trained.run.dir), "--to", str(tmp_path / "exported")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    exported, model = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "exported", trained.run.dir / "model")
+    )
+    assert exported.keys() == model.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in model.items())
+
+
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
     emulated_run: Callable[..., EmulatedRun], trained: EmulatedRun
 ) -> None:
@@ -170,3 +187,18 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     killed.kill_trainer()
     assert killed.finish() == 0, killed.everything_said()
     assert_same_run(killed, trained.run)
+
+
+@pytest.mark.nightly
+def test_a_kernel_that_hangs_is_named_and_the_run_goes_on_as_if_it_had_not(
+    emulated_run: Callable[..., EmulatedRun], trained: EmulatedRun
+) -> None:
+    """In the third iteration; the whole run of a sole rank would wait for ever."""
+    hung = emulated_run("hung", faults="hang:7000@async_rl.trainer").run
+    hung.start("--trainer.device=npu", *SETTINGS, f"--trainer.lost_after_s={LOST_AFTER_S}")
+    assert hung.finish() == 0, hung.everything_said()
+    said = hung.everything_said()
+    named = rf"RankLost: .* has not finished on npu:0 for {LOST_LIMITS * LOST_AFTER_S} s .*: a kernel hangs"
+    assert re.search(named, said) and "Current thread" in said and "async_rl/loop.py" in said, said
+    assert hung.restarts()["trainer"] == 1
+    assert_same_run(hung, trained.run)
