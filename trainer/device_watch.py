@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -107,7 +107,8 @@ class DeviceWatch:
 
     def end(self, error: RankLost) -> None:
         """Shows what all threads are doing, and ends the process."""
-        if sys.stderr is not None:
+        # Where that is closed, or no file, the error alone is shown.
+        with suppress(OSError, ValueError, RuntimeError):
             faulthandler.dump_traceback(sys.stderr)
         self._on_hang(error)
 

@@ -1,16 +1,24 @@
 """Work of a device that never ends: the rule on a clock of its own, and a kernel that hangs on the emulated NPU."""
 
 import gc
+import json
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from async_rl.errors import RankLost
 from tests.support.clock import Clock
+from tests.support.devices.emulated.build import lacking
+from tests.support.devices.emulated.environment import emulated_environment
 from tests.support.devices.emulated.process import on_emulated_npu
 from tests.support.waiting import wait_for
 from trainer.device_watch import LOOKS_PER_LIMIT, LOST_LIMITS, DeviceWatch
+from trainer.process_end import MAY_PASS
 
 # The first one on a machine waits for the compiler.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -115,9 +123,28 @@ def test_its_thread_ends_the_process_and_ends_with_the_watch() -> None:
 
 
 def test_a_cpu_and_one_of_several_ranks_are_not_watched() -> None:
-    for device, num_ranks in ((torch.device("cpu"), 1), (torch.device("npu", 0), 2)):
+    for device, num_ranks in ((torch.device("cpu"), 1), (torch.device("cuda", 0), 2)):
         watch = DeviceWatch(device, num_ranks, LIMIT_S / LOST_LIMITS, clock=(clock := Clock()))
         with watch.during("a window"):
             assert list(watch.each([1, 2])) == [1, 2]
             assert not looks(watch, clock, LIMIT_S * 2)
     assert not any(thread.name == "async-rl-device-watch" for thread in threading.enumerate())
+
+
+def test_a_rank_whose_kernel_hangs_names_its_window_shows_its_stacks_and_is_to_be_started_again(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    if (reason := lacking()) is not None:
+        pytest.skip(reason)
+    report = tmp_path / "error.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.devices.emulated.hung_worker", str(tiny_model("qwen3", tied=True))],
+        env=emulated_environment(tmp_path) | {"TORCHELASTIC_ERROR_FILE": str(report)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == MAY_PASS and done.stdout == "a window is trained\n", done.stderr
+    named = "RankLost: training of window 2 of iteration 0 has not finished on npu:0 for 3 s"
+    assert json.loads(report.read_text())["message"]["message"].startswith(named)
+    assert "trainer/rank.py" in done.stderr and "in accumulate" in done.stderr, done.stderr

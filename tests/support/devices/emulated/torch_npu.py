@@ -24,8 +24,8 @@ LIBRARY, DEVICES, CAPACITY = "EMULATED_NPU_LIBRARY", "EMULATED_NPU_DEVICES", "EM
 LATE = "EMULATED_NPU_LATE"
 """Which queued copies are late: a seed, or "always", or "never"."""
 FAULTS = "EMULATED_NPU_FAULTS"
-"""As in "lost:200@async_rl.trainer,oom:17": at the 200th kernel of that program, and the 17th allocation of any. A kernel
-where a "hang" strikes never ends, and whoever waits for the device waits for ever."""
+"""As in "lost:200@async_rl.trainer,oom:17": at the 200th kernel of that program, and the 17th allocation of any. After
+a "hang" whoever waits for the device waits for ever."""
 SHARED = "EMULATED_NPU_SHARED"
 """A file through which processes know what all of them have on the same devices; without it each has its own."""
 RECORDS = "EMULATED_NPU_RECORDS"
