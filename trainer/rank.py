@@ -81,7 +81,8 @@ class TrainingRank:
         self._shutdown.synchronize(may_stop=True)
         version = f"{self._run_id}-{self._num_publishes}"
         self._num_publishes += 1
-        self._megatron.before_publish()
+        with self._megatron.device_watch.during("making ready for a publish"):
+            self._megatron.before_publish()
         publication = self._lead_publish(self._publish, version) if self._publish else self._help_to_publish()
         self._shutdown.separate()
         return publication

@@ -98,5 +98,8 @@ class Saving:
             log.info("saved a checkpoint: go on from iteration %d with run.resume = true", self._saved)
 
     def _save(self) -> None:
-        self._checkpoints.save(self._sound, self._megatron.optimizer)
+        # That takes as long as the disk does.
+        self._checkpoints.wait()
+        with self._megatron.device_watch.during(f"copying the state of iteration {self._sound} for a checkpoint"):
+            self._checkpoints.save(self._sound, self._megatron.optimizer)
         self._saved = self._sound

@@ -193,12 +193,12 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
 def test_a_kernel_that_hangs_is_named_and_the_run_goes_on_as_if_it_had_not(
     emulated_run: Callable[..., EmulatedRun], trained: EmulatedRun
 ) -> None:
-    """In the third iteration; the whole run of a sole rank would wait for ever."""
+    """Amid training; the whole run of a sole rank would wait for ever."""
     hung = emulated_run("hung", faults="hang:7000@async_rl.trainer").run
     hung.start("--trainer.device=npu", *SETTINGS, f"--trainer.lost_after_s={LOST_AFTER_S}")
-    assert hung.finish() == 0, hung.everything_said()
+    assert hung.finish(600) == 0, hung.everything_said()
     said = hung.everything_said()
     named = rf"RankLost: .* has not finished on npu:0 for {LOST_LIMITS * LOST_AFTER_S} s .*: a kernel hangs"
-    assert re.search(named, said) and "Current thread" in said and "async_rl/loop.py" in said, said
+    assert re.search(named, said) and "async_rl/loop.py" in said, said
     assert hung.restarts()["trainer"] == 1
     assert_same_run(hung, trained.run)
