@@ -39,7 +39,11 @@ def main() -> int:
         if options.engine == "transformers":
             require_extras("async-rl serve", "serve")
         if options.check:
-            engine = f"vLLM {find_vllm(options.device)}" if options.engine == "vllm" else "transformers"
+            engine = (
+                f"vLLM {find_vllm(options.device, options.engine_options)}"
+                if options.engine == "vllm"
+                else "transformers"
+            )
             print(f"{SERVES_WITH} {engine}", flush=True)
             if (nccl := nccl_package()) is not None:
                 print(f"{HAS_NCCL} {nccl}", flush=True)

@@ -1,5 +1,6 @@
 """The `[adapter]` section: low-rank adapters (LoRA) in place of training all weights."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -10,6 +11,11 @@ from async_rl.config.section import Section
 ALL_LINEAR: Final = "all-linear"
 
 Target = Literal["all-linear", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+ENABLE_LORA, MAX_LORA_RANK = "--enable-lora", "--max-lora-rank"
+"""vLLM's options, without which it takes no adapters."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM 0.32 accepts for the second (`vllm/config/lora.py`)."""
 
 
 class AdapterSection(Section):
@@ -43,6 +49,13 @@ class AdapterSection(Section):
     def targets_layer(self, hf_name: str) -> bool:
         """Whether the linear layer of this weight, such as "model.layers.0.mlp.up_proj.weight", has an adapter."""
         return ALL_LINEAR in self.targets or hf_name.removesuffix(".weight").rpartition(".")[2] in self.targets
+
+    def vllm_options(self, options: Sequence[str]) -> tuple[str, ...]:
+        """vLLM's options, and those that it lacks for these adapters alone."""
+        given = {word.partition("=")[0] for word in options}
+        fits = [each for each in VLLM_RANKS if each >= (self.rank or 0)]
+        needed = {ENABLE_LORA: (ENABLE_LORA,), MAX_LORA_RANK: (MAX_LORA_RANK, str(min(fits, default=self.rank)))}
+        return (*options, *(word for key, words in needed.items() if key not in given for word in words))
 
     @model_validator(mode="after")
     def _all_linear_is_alone(self) -> "AdapterSection":

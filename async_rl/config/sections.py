@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from async_rl.config.adapter_section import AdapterSection
+from async_rl.config.adapter_section import ENABLE_LORA, VLLM_RANKS, AdapterSection
 from async_rl.config.algorithm_section import SHAPING, WHOLE_REWARD, AlgorithmSection
 from async_rl.config.algorithm_traits import GDPOOptions
 from async_rl.config.cluster_section import ClusterSection
@@ -99,11 +99,6 @@ class _Need:
     remedy: str
 
 
-ENABLE_LORA, MAX_LORA_RANK = "--enable-lora", "--max-lora-rank"
-"""vLLM's options, without which it takes no adapters."""
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM 0.32 accepts for the second (`vllm/config/lora.py`)."""
-
 NEEDS = (
     _Need("reward", "column", lambda c: bool(c.reward.parts), "[[reward.parts]], which its rows name"),
     _Need("adapter", "alpha targets path publish", lambda c: c.adapter.is_given, "adapter.rank"),
@@ -160,10 +155,13 @@ class Config(Section):
     @property
     def engine_options(self) -> tuple[str, ...]:
         """Those of `inference`, with what vLLM needs for adapters that are published alone."""
-        options, rank = self.inference.engine_options, self.adapter.rank
-        if self.inference.engine != "vllm" or not self.publishes_adapters or ENABLE_LORA in options or rank is None:
-            return options
-        return (*options, ENABLE_LORA, MAX_LORA_RANK, str(next(each for each in VLLM_RANKS if each >= rank)))
+        options = self.inference.engine_options
+        return self.adapter.vllm_options(options) if self.starts_vllm_for_adapters else options
+
+    @property
+    def starts_vllm_for_adapters(self) -> bool:
+        """Whether adapters are published alone to a vLLM that a launcher starts."""
+        return self.publishes_adapters and self.inference.engine == "vllm" and not self.pool.instances
 
     def with_iterations(self, num_prompts: int) -> "Config":
         """With the number of iterations that `train.epochs` of so many prompts are, if these are what it has.

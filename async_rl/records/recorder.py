@@ -276,6 +276,7 @@ class RunRecorder(Recorder):
             "started_unix_s": record.started_unix_s,
             **_time_figures(record),
             "canary_s": publication.canary_s,
+            "publish_bytes": publication.num_bytes,
             **group_figures(rows, self._correct_at),
             **(selection_figures(rows, record.left_out) if self._has_reserve else {}),
             "loss": stats.loss,

@@ -100,7 +100,7 @@ class Quickstart:
         with self._phase("training"):
             return run_config(config, load_config(config, words), words, self._console)
 
-    def finish(self, before: Record, after: Record, this_plan: Plan) -> dict[str, Any]:
+    def finish(self, before: Record, after: Record, this_plan: Plan, engine: str) -> dict[str, Any]:
         """Writes the summary and the report; returns the summary."""
         run = RunRecords(self._run_dir)
         summary = summarize(
@@ -109,6 +109,7 @@ class Quickstart:
             before,
             after,
             task=self._task,
+            engine=engine,
             seed=self._seed,
             phases_s=self._phases_s,
             cores={process.name: process.cores for process in (*this_plan.instances, this_plan.trainer)},
@@ -205,7 +206,7 @@ def quickstart(task: str, run_dir: Path, seed: int, overrides: Sequence[str], co
     before = run.evaluate("before", "base_model")
     this_plan = run.train(overrides)
     after = run.evaluate("after", "model")
-    return run.finish(before, after, this_plan)
+    return run.finish(before, after, this_plan, config.inference.engine)
 
 
 def _require_not_own(overrides: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ def summarize(
     after: Mapping[str, Any],
     *,
     task: str,
+    engine: str,
     seed: int,
     phases_s: Mapping[str, float],
     cores: Mapping[str, Sequence[int]],
@@ -36,20 +37,22 @@ def summarize(
         before: the record of `evaluate` for the base model.
         after: the same for the trained model.
         task: the quickstart's name.
+        engine: what generated, `inference.engine`.
         seed: the run's seed.
         phases_s: wall seconds of each phase of the quickstart, in their order.
         cores: CPU cores each process was pinned to; empty if not pinned.
 
     Returns:
         Accuracies are shares of held-out prompts; rewards are means over the first and last `NUM_ENDS` iterations;
-        `merged_share` is that of the last publish, None without adapters; `tokens_per_s` counts prompt and response
-        tokens over the iterations' wall time; `device_split` has the shares of that time in which the trainer waited
-        for rollouts, trained and published.
+        `publish_bytes` are of the last publish, and so is `merged_share`, None where no adapters were merged;
+        `tokens_per_s` counts prompt and response tokens over the iterations' wall time; `device_split` has the shares
+        of that time in which the trainer waited for rollouts, trained and published.
     """
     num_ends = max(1, min(NUM_ENDS, len(metrics) // 2))
     tokens = sum(record["prompt_tokens"] + record["response_tokens"] for record in metrics)
     return {
         "task": task,
+        "engine": engine,
         "seed": seed,
         "iterations": len(metrics),
         "seconds": round(sum(phases_s.values()), 1),
@@ -57,11 +60,13 @@ def summarize(
         "accuracy_before": before["accuracy"],
         "accuracy_after": after["accuracy"],
         "num_held_out": after["num_prompts"],
+        "accuracy_gain": round(after["accuracy"] - before["accuracy"], 4),
         "reward_first": round(fmean(record["reward_mean"] for record in metrics[:num_ends]), 4),
         "reward_last": round(fmean(record["reward_mean"] for record in metrics[-num_ends:]), 4),
         "on_policy": is_on_policy(metrics, ledger),
         "max_logprob_gap": max(row["max_logprob_gap"] for row in ledger),
         "num_responses": sum(row["num_responses"] for row in ledger),
+        "publish_bytes": metrics[-1]["publish_bytes"],
         "merged_share": metrics[-1].get("merged_share"),
         "tokens_per_s": round(tokens / sum(record["seconds"] for record in metrics), 1),
         "device_split": {
@@ -123,10 +128,13 @@ def summary_rows(summary: Mapping[str, Any]) -> dict[str, str]:
     adapters = {} if share is None else {"adapters": f"changed {share:.1%} of the values that have one"}
     phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["phases_s"].items())
     return {
-        "held-out accuracy": f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}",
+        "held-out accuracy": f"{summary['accuracy_before']:.3f} → {summary['accuracy_after']:.3f}, "
+        f"a gain of {summary['accuracy_gain']:+.3f}",
         "mean reward": f"{summary['reward_first']:.3f} → {summary['reward_last']:.3f}",
+        "engine": summary["engine"],
         "iterations": f"{summary['iterations']}, {summary['num_responses']} responses",
         "time": f"{summary['seconds']:.0f} s: {phases}",
+        "a publish": f"{summary['publish_bytes'] / 1e6:.1f} MB",
         "throughput": f"{summary['tokens_per_s']:.0f} tokens/s",
         "trainer's time": ", ".join(f"{name} {share:.0%}" for name, share in split.items() if name != "cores"),
         **adapters,

@@ -10,7 +10,7 @@ from typing import Any
 from async_rl.errors import ConfigError
 from inference_service.identity import BOOT_ID_VARIABLE, MAX_CONCURRENCY_VARIABLE
 from inference_service.options import TOKEN_VARIABLE, Options
-from inference_service.vllm.versions import VllmRelease
+from inference_service.vllm.versions import ENABLE_LORA, VllmRelease
 
 BACKEND = "async_rl"
 """Name of async-rl's transport in vLLM's `--weight-transfer-config`; see `plugin.py`."""
@@ -25,8 +25,6 @@ GUARD = "inference_service.vllm.guard.TokenGuard"
 TERM_GUARD = "inference_service.term_guard.TermGuard"
 IDENTITY = "inference_service.identity.IdentityFromEnvironment"
 
-
-ENABLE_LORA = "--enable-lora"
 ADDITIONAL_CONFIG = "--additional-config"
 ASCEND_CONFIG: dict[str, Any] = {"weight_nz_mode": 0, "rl_config": {"enabled": True}}
 """vllm-ascend's settings for RL: no NZ layout, the development routes, no expandable segments, which its sleep mode

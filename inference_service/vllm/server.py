@@ -57,7 +57,7 @@ def serve_vllm(options: Options, listener: socket.socket, environment: Mapping[s
     Raises:
         ConfigError: there is no usable vLLM, or the fleet could not reach it.
     """
-    release = find_vllm(options.device)
+    release = find_vllm(options.device, options.engine_options)
     token = environment.get(TOKEN_VARIABLE) or None
     boot_id = new_boot_id()
     registration = registration_of(options, listener, token, boot_id)

@@ -3,7 +3,7 @@
 import importlib.metadata
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from async_rl.errors import ConfigError
@@ -16,6 +16,10 @@ OLDEST = (0, 23)
 NEWEST_TRIED = (0, 32)
 FIRST_WITH_SCALE_OUT = (0, 32)
 """From here on vLLM serves /inference/v1/generate only with `--enable-scale-out`."""
+
+ENABLE_LORA = "--enable-lora"
+FIRST_WITH_ADAPTERS = (0, 26)
+"""From here on a trainer may publish adapters alone, for which vLLM is started with `ENABLE_LORA`."""
 
 HOW_TO_INSTALL = (
     "on CPU `make vllm` makes .venv-vllm, whose Python you then give (inference.python); on CUDA "
@@ -38,15 +42,28 @@ class VllmRelease:
         return self.number >= FIRST_WITH_SCALE_OUT
 
 
-def find_vllm(device: str) -> VllmRelease:
+def find_vllm(device: str, engine_options: Sequence[str] = ()) -> VllmRelease:
     """The release that this interpreter can start, including the packages that async-rl needs with it.
 
     Raises:
-        ConfigError: it can start no release, see `require_vllm`.
+        ConfigError: it can start no release, see `require_vllm`, or none with these options.
     """
     release = require_vllm(installed_versions(), device)
     require_extras("async-rl serve --engine vllm", "vllm")
+    require_options(release, engine_options)
     return release
+
+
+def require_options(release: VllmRelease, engine_options: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigError: a release lacks what one of these options is for.
+    """
+    if ENABLE_LORA in engine_options and release.number < FIRST_WITH_ADAPTERS:
+        raise ConfigError(
+            f"{ENABLE_LORA}, but vLLM {release} takes no adapters alone, as {_text(FIRST_WITH_ADAPTERS)} and newer do: "
+            "install one of these, or leave it out and set adapter.publish to 'merged'"
+        )
 
 
 def installed_versions() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """`async-rl export`: the policy of a checkpoint as transformers loads it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from async_rl.checks.preflight.weight_files import stored_tensors, weights_sample
 from async_rl.config.file import parse_config
 from async_rl.errors import ConfigError, WriteFailed
 from async_rl.method.types import Group
@@ -222,6 +224,15 @@ def test_adapters_beside_other_weights_than_those_they_were_trained_beside_are_r
     other = tiny_model("qwen3", seed=1)
     with pytest.raises(ConfigError, match=f"have the digest .*, but had {digest}: name that model by --model"):
         export_policy(checkpoint, tmp_path / "other", parallel, str(other))
+    sample = weights_sample(tiny_model("qwen3"))
+    with pytest.raises(ConfigError, match=f"beginnings have the digest {sample}, .* have {weights_sample(other)}"):
+        export_merged(tmp_path / "out", tmp_path / "other", parallel, str(other), None)
+    # One whose tensors begin alike.
+    other = Path(shutil.copytree(tiny_model("qwen3"), tmp_path / "edited"))
+    with (other / "model.safetensors").open("r+b") as file:
+        file.seek(stored_tensors(other)["model.embed_tokens.weight"].end - 4)
+        file.write(b"edit")
+    assert weights_sample(other) == sample
     words = (
         rf"out' were trained beside weights with the digest {digest}, and those of {{}} have {weights_digest(other)}"
     )

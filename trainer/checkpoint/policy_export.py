@@ -7,9 +7,11 @@ import torch.distributed as dist
 
 from async_rl.checks.preflight.adapter import read_saved_section, require_saved_adapters
 from async_rl.checks.preflight.model import ModelFiles, find_checkpoint, read_shape
+from async_rl.checks.preflight.weight_files import weights_sample
 from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
+from async_rl.shared.protocol.adapter import BASE_DIGEST, BASE_SAMPLE
 from trainer.checkpoint.checkpoint import fill, read_checked
 from trainer.checkpoint.compatibility import other_base
 from trainer.checkpoint.files import weights_digest
@@ -43,17 +45,18 @@ def export_policy(
         parallel,
         TrainerSection(),
     )
-    digest = ""
+    of_base: dict[str, str] = {}
     if config.adapter.is_given:
-        before, digest = content.get("contents", {}).get("base"), weights_digest(source)
-        if before and before != digest:
-            fault = other_base("model.path", before, digest)
+        before = content.get("contents", {}).get("base")
+        of_base = {BASE_DIGEST: weights_digest(source), BASE_SAMPLE: weights_sample(source)}
+        if before and before != of_base[BASE_DIGEST]:
+            fault = other_base("model.path", before, of_base[BASE_DIGEST])
             raise ConfigError(f"checkpoint {str(checkpoint)!r}: {fault}: name that model by --model")
         load_hf_weights(model, source)
         add_adapters(model, config.adapter)
     fill(checkpoint, model_tensors(model, POLICY), parallel, dist.group.WORLD)
     if config.adapter.is_given and not merges:
-        save_adapters(model, config.adapter, model_path or config.model.path, target, digest)
+        save_adapters(model, config.adapter, model_path or config.model.path, target, of_base)
     else:
         save_hf_checkpoint(model, source, target)
 

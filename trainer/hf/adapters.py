@@ -2,24 +2,22 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from async_rl.checks.preflight.weight_files import metadata_of
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.errors import ConfigError
 from async_rl.shared.files import replace_directory, write_failed
-from async_rl.shared.protocol.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from async_rl.shared.protocol.adapter import BASE_DIGEST, CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from trainer.hf.checkpoint import save_tensors
 from trainer.hf.fusions import SlicedQKV
 from trainer.hf.weight_map import COLUMNS, Layout, WeightEntry, weight_map
 from trainer.model.adapters import Adapter, Matrix, adapters_of, add_output
 from trainer.model.gpt import RankModel
-
-BASE_DIGEST = "base_xxh3"
-"""Key of the metadata of a file of adapters: the digest of the weights beside which they were trained."""
 
 
 def require_base(directory: Path, digest: Callable[[], str], named: str) -> None:
@@ -32,11 +30,7 @@ def require_base(directory: Path, digest: Callable[[], str], named: str) -> None
     Raises:
         ConfigError: they are others, or the file cannot be read.
     """
-    try:
-        with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
-            before = (file.metadata() or {}).get(BASE_DIGEST)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"the adapters in {str(directory)!r} cannot be read: {error}") from error
+    before = metadata_of(directory / WEIGHTS_FILE).get(BASE_DIGEST)
     if before and before != (now := digest()):
         raise ConfigError(
             f"the adapters in {str(directory)!r} were trained beside weights with the digest {before}, and those of "
@@ -100,12 +94,14 @@ def has_adapter(entry: WeightEntry, section: AdapterSection) -> bool:
     return is_linear and entry.megatron_name.endswith(".weight") and any(map(section.targets_layer, entry.hf_shapes))
 
 
-def save_adapters(model: RankModel, section: AdapterSection, base: str, path: Path, digest: str = "") -> None:
+def save_adapters(
+    model: RankModel, section: AdapterSection, base: str, path: Path, of_base: Mapping[str, str] | None = None
+) -> None:
     """Writes the adapters of a whole model, on one rank, to the directory `path`, as peft and vLLM load them.
 
     Args:
         base: the model that they belong to, by its path or name on the hub.
-        digest: of that model's weights; noted where it is known.
+        of_base: digests of that model's weights by `BASE_DIGEST` and `BASE_SAMPLE`, where they are known.
 
     Raises:
         WriteFailed: a file cannot be written.
@@ -128,7 +124,7 @@ def save_adapters(model: RankModel, section: AdapterSection, base: str, path: Pa
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        save_tensors(tensors, partial / WEIGHTS_FILE, {"format": "pt", BASE_DIGEST: digest})
+        save_tensors(tensors, partial / WEIGHTS_FILE, {"format": "pt", **(of_base or {})})
         (partial / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
         replace_directory(partial, path)
     except (OSError, SafetensorError) as error:

@@ -1,8 +1,10 @@
 """Whether the adapters that a config asks for fit its model, and those that it starts from; without torch."""
 
+import argparse
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,12 @@ from pydantic import ValidationError
 
 from async_rl.checks.preflight.adapter_sizes import ATTENTION, linear_sizes, targeted
 from async_rl.checks.preflight.model import CRITIC, ModelFiles
-from async_rl.checks.preflight.weight_files import LAYERS, tensors_of
-from async_rl.config.adapter_section import ALL_LINEAR, AdapterSection, Target
+from async_rl.checks.preflight.weight_files import LAYERS, metadata_of, tensors_of, weights_sample
+from async_rl.config.adapter_section import ALL_LINEAR, MAX_LORA_RANK, AdapterSection, Target
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_shape import ModelShape
-from async_rl.shared.protocol.adapter import CONFIG_FILE, WEIGHTS_FILE, A, B, factor_name
+from async_rl.shared.protocol.adapter import BASE_SAMPLE, CONFIG_FILE, WEIGHTS_FILE, A, B, factor_name
 
 PROPOSED_RANK = 16
 """Of adapters that `init` and `check` propose: that of `quickstart smollm2 --lora`."""
@@ -45,6 +47,9 @@ BASE_AS_IT_IS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` with which peft leaves the weights below adapters alone; with others, such as "pissa",
 it takes from them what the new adapters begin with, whenever it loads them."""
 
+OF_THE_BASE = ("--model", "--dtype", "--quantization")
+"""Of vLLM's options, those that give its workers other weights than the trainer's."""
+
 DTYPES = ("F64", "F32", "F16", "BF16")
 
 IN_PEFT = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
@@ -55,7 +60,8 @@ PATTERNS = ("rank_pattern", "alpha_pattern")
 
 
 def require_adapters(config: Config, files: ModelFiles) -> None:
-    """Checks the `[adapter]` section against the model and the critic, and against the directory that it names.
+    """Checks the `[adapter]` section against the model and the critic, the directory that it names, and what vLLM is
+    started with.
 
     Raises:
         ConfigError: they do not fit; names the key, its value and the remedy.
@@ -68,8 +74,11 @@ def require_adapters(config: Config, files: ModelFiles) -> None:
         for fault in _faults_of_model(adapter, model.shape, model.named, config.trainer.tensor_parallel):
             raise ConfigError(fault)
     if (path := first_adapters(config)) is not None:
-        for fault in _faults_of_path(adapter, files.shape, path):
+        for fault in chain(_faults_of_path(adapter, files.shape, path), _faults_of_base(path, files)):
             raise ConfigError(f"{str(path)!r} (adapter.path) {fault}")
+    if config.starts_vllm_for_adapters:
+        for fault in _faults_of_vllm(config):
+            raise ConfigError(fault)
 
 
 def proposed_adapters(shape: ModelShape, tensor_parallel: int) -> AdapterSection | None:
@@ -122,7 +131,7 @@ def require_saved_adapters(adapter: AdapterSection, files: ModelFiles) -> None:
     for fault in _faults_of_model(adapter, files.shape, files.named, 1):
         raise ConfigError(fault)
     assert adapter.path is not None, "adapters were saved"
-    for fault in _faults_of_path(adapter, files.shape, adapter.path):
+    for fault in chain(_faults_of_path(adapter, files.shape, adapter.path), _faults_of_base(adapter.path, files)):
         raise ConfigError(f"{str(adapter.path)!r} {fault}")
 
 
@@ -195,6 +204,48 @@ def _faults_of_path(adapter: AdapterSection, shape: ModelShape, path: Path) -> I
     if (start := found.get("init_lora_weights", True)) not in BASE_AS_IT_IS:
         yield f"has init_lora_weights = {start!r}, which changes the base: convert them as peft describes"
     yield from _faults_of_weights(adapter, shape, path / WEIGHTS_FILE)
+
+
+def _faults_of_base(path: Path, files: ModelFiles) -> Iterator[str]:
+    """That saved adapters belong to other weights, as far as it can be told quickly: the trainer reads all of them."""
+    if files.directory is None:
+        return
+    before, where = metadata_of(path / WEIGHTS_FILE).get(BASE_SAMPLE), ""
+    named = _read_config(path).get("base_model_name_or_path")
+    if before is None and isinstance(named, str) and (Path(named) / "config.json").is_file():
+        before, where = weights_sample(Path(named)), f" of {named!r}"
+    if before is not None and before != (now := weights_sample(files.directory)):
+        yield (
+            f"was trained beside weights{where} whose beginnings have the digest {before}, and those of {files.named} "
+            f"have {now}: name the base that it belongs to (base_model_name_or_path of its {CONFIG_FILE}: {named!r})"
+        )
+
+
+def _faults_of_vllm(config: Config) -> Iterator[str]:
+    """That vLLM is started for other weights or ranks than those published; of equal options the last one decides."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option in (*OF_THE_BASE, MAX_LORA_RANK):
+        parser.add_argument(option)
+    try:
+        found = vars(parser.parse_known_args(config.engine_options)[0])
+    except argparse.ArgumentError:
+        # One without a value, which vLLM names.
+        return
+    remedy = "or set adapter.publish to 'merged'"
+    expected = (config.model.path, config.model.dtype, "none")
+    for option, right in zip(OF_THE_BASE, expected, strict=True):
+        value = found[option.removeprefix("--")]
+        if value is not None and value != right:
+            yield (
+                f"inference.engine_options has {option} {value!r}, but adapters are published for instances with the "
+                f"trainer's base, {option} {right!r}: leave it out, {remedy}"
+            )
+    most = found["max_lora_rank"]
+    if most is not None and most.isdecimal() and int(most) < (config.adapter.rank or 0):
+        yield (
+            f"inference.engine_options has {MAX_LORA_RANK} {most}, but adapter.rank is {config.adapter.rank}: leave it "
+            f"out, {remedy}"
+        )
 
 
 def _read_config(path: Path) -> dict[str, Any]:

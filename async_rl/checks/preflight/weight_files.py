@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from async_rl.errors import ConfigError
 from async_rl.shared.model_shape import ModelShape
 
@@ -16,6 +18,7 @@ MAX_HEADER_BYTES = 100 * 2**20
 """The limit of the format."""
 
 PIECE_BYTES = 2**22
+SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,27 @@ def tensors_of(file: Path) -> dict[str, StoredTensor]:
     Raises:
         ConfigError: it is empty, cut short, or no such file.
     """
-    try:
-        return _read_header(file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{str(file)!r} cannot be read as safetensors ({file.stat().st_size} bytes): download it again"
-        ) from error
+    return _read(file)[0]
+
+
+def metadata_of(file: Path) -> dict[str, str]:
+    """What one file says of itself beside its tensors; raises as `tensors_of`."""
+    return _read(file)[1]
+
+
+def weights_sample(directory: Path) -> str:
+    """xxh3-128 of names, dtypes, shapes and the first `SAMPLE_BYTES` of all tensors of a directory, in whatever files.
+
+    Weights that were trained otherwise have another one, and it is quick: other bytes are not read. Raises as
+    `stored_tensors`.
+    """
+    sample = xxhash.xxh3_128()
+    for name, tensor in sorted(stored_tensors(directory).items()):
+        sample.update(f"{name}|{tensor.dtype}|{tensor.shape}|".encode())
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.start)
+            sample.update(file.read(min(SAMPLE_BYTES, tensor.end - tensor.start)))
+    return sample.hexdigest()
 
 
 def is_predictor(name: str, shape: ModelShape) -> bool:
@@ -141,20 +159,30 @@ def require_tied_head(named: str, tensors: Mapping[str, StoredTensor]) -> None:
         )
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def _read(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of a file, and its metadata."""
+    try:
+        return _read_header(file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{str(file)!r} cannot be read as safetensors ({file.stat().st_size} bytes): download it again"
+        ) from error
+
+
+def _read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > MAX_HEADER_BYTES:
             raise ValueError(f"a header of {size} bytes")
-        header: Mapping[str, Any] = json.loads(opened.read(size))
+        header: dict[str, Any] = json.loads(opened.read(size))
+    metadata = {str(key): str(value) for key, value in header.pop("__metadata__", {}).items()}
     found = {
         name: StoredTensor(
             file, str(each["dtype"]), tuple(each["shape"]), *(8 + size + int(at) for at in each["data_offsets"])
         )
         for name, each in header.items()
-        if name != "__metadata__"
     }
     needed = max((each.end for each in found.values()), default=8 + size)
     if file.stat().st_size < needed:
         raise ValueError(f"{needed} bytes are needed")
-    return found
+    return found, metadata

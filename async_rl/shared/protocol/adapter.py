@@ -10,6 +10,11 @@ WEIGHTS_FILE: Final = "adapter_model.safetensors"
 PREFIX: Final = "base_model.model."
 A, B = "lora_A", "lora_B"
 
+BASE_DIGEST: Final = "base_xxh3"
+"""Key of the metadata of a file of adapters: the digest of all weights beside which they were trained."""
+BASE_SAMPLE: Final = "base_sample_xxh3"
+"""The same of what each of these tensors begins with, which is read quickly (`preflight.weight_files`)."""
+
 
 def factor_name(layer: str, factor: str) -> str:
     """The name of a factor, `A` or `B`, of a linear layer such as "model.layers.0.self_attn.q_proj"."""

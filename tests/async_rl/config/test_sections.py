@@ -272,7 +272,12 @@ def test_instances_that_drop_their_base_cannot_have_adapters_alone(config_file: 
     [
         (4, ("--adapter.publish=adapters",), ("--enable-lora", "--max-lora-rank", "8")),
         (16, ("--adapter.publish=adapters",), ("--enable-lora", "--max-lora-rank", "16")),
-        (16, ('--inference.engine_options=["--enable-lora"]',), ("--enable-lora",)),
+        (32, ('--inference.engine_options=["--enable-lora"]',), ("--enable-lora", "--max-lora-rank", "32")),
+        (
+            16,
+            ("--adapter.publish=adapters", '--inference.engine_options=["--max-lora-rank=64"]'),
+            ("--max-lora-rank=64", "--enable-lora"),
+        ),
         (16, (), ()),
     ],
 )

@@ -328,9 +328,10 @@ def test_what_leaving_a_batch_costs_is_no_lack_of_overlap(tmp_path: Path) -> Non
             time.sleep(1)
     rows = [GroupProof.of(group(0, 1.0), {"http://a": LogprobGaps(2)})]
     record.add_step(rows, StepStats(0.0, 0.0, 0.0))
-    recorder.end_iteration(record, Publication(VERSION, "", ("http://a",), 0, 2.0, canary_s=1.5))
+    recorder.end_iteration(record, Publication(VERSION, "", ("http://a",), 8, 2.0, canary_s=1.5))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["evaluation_s"] == pytest.approx(3, abs=1e-3) and line["canary_s"] == 1.5
+    assert line["publish_bytes"] == 8
     assert line["seconds"] == pytest.approx(4, abs=1e-3) and line["overlap_efficiency"] > 0.99
     with pytest.raises(ValueError), record.timed_exit("evaluation_s", rollouts):
         raise ValueError

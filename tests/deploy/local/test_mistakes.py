@@ -15,7 +15,6 @@ import pytest
 from async_rl.shared.locks.run_lock import LAUNCHER_LOCK_FILE, lock_run
 from deploy.local.run import main
 from tests.support import ROOT
-from tests.support.tiny_model import MODEL_SIZE
 
 CONFIG = """
 [run]
@@ -53,11 +52,6 @@ def rows(*values: object, column: str = "prompt") -> str:
 def config_with(section: str, line: str) -> str:
     return CONFIG.replace(f"[{section}]", f"[{section}]\n{line}")
 
-
-EMPTY = json.dumps({"x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})
-"""The header of safetensors with one tensor, of no values."""
-
-QUANTIZED = {"model_type": "qwen3", **MODEL_SIZE, "head_dim": 16, "tie_word_embeddings": True}
 
 MISTAKES = {
     "no config": Mistake(files={"run.toml": None}, says=("cannot read the config 'run.toml'", "path of a TOML file")),
@@ -117,39 +111,6 @@ MISTAKES = {
         ("--model.path", "none/at-all"), says=("model.path 'none/at-all' is neither a directory nor",)
     ),
     "model without config": Mistake(files={"model/config.json": None}, says=("model.path 'model' has no config.json",)),
-    "adapters of an unknown target": Mistake(
-        ("--adapter.rank", "4", "--adapter.targets", '["lm_head"]'),
-        says=("adapter.targets.0: ", "'all-linear', 'q_proj', 'k_proj'", "'lm_head'"),
-    ),
-    "adapters wider than a layer": Mistake(
-        ("--adapter.rank", "33"), says=("adapter.rank is 33, more than self_attn.q_proj of", "(64 x 32)", "lower it")
-    ),
-    "adapters that are not there": Mistake(
-        ("--adapter.rank", "4", "--adapter.path", "none"),
-        says=("'none' (adapter.path) has no adapter_config.json", "name a directory that peft has saved"),
-    ),
-    "adapters of another model": Mistake(
-        ("--adapter.rank", "4", "--adapter.path", "adapters"),
-        {
-            "adapters/adapter_config.json": json.dumps(
-                {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "target_modules": ["q_proj"]}
-            ),
-            "adapters/adapter_model.safetensors": chr(len(EMPTY)) + "\0" * 7 + EMPTY,
-        },
-        ("'adapters' (adapter.path) has no 'base_model.model.model.layers.0", "are another model's"),
-    ),
-    "adapters in place of a model": Mistake(
-        files={"model/config.json": None, "model/adapter_config.json": "{}"},
-        says=("model.path 'model' has adapters, not a model", "async-rl export model --merge"),
-    ),
-    **{
-        f"a base in {method}": Mistake(
-            ("--adapter.rank", "4"),
-            {"model/config.json": json.dumps({**QUANTIZED, "quantization_config": {"quant_method": method, **how}})},
-            (f"has quantization_config of {method!r}", "weights that are not quantized"),
-        )
-        for method, how in (("bitsandbytes", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}), ("gptq", {}))
-    },
     "broken model config": Mistake(files={"model/config.json": "{"}, says=("model.path 'model'", "cannot be read")),
     "model of another family": Mistake(
         files={"model/config.json": '{"model_type": "gemma3"}'}, says=("model_type 'gemma3'", "expected one of qwen3")

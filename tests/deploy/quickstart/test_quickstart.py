@@ -163,8 +163,14 @@ def test_the_summary_shows_the_folder_as_it_is_called() -> None:
     console = Console(file=io.StringIO(), width=200)
     ends = (f"{what}_{when}" for what, when in product(("accuracy", "reward"), ("before", "after", "first", "last")))
     counts = ["seed", "iterations", "num_responses", "seconds", "tokens_per_s", "on_policy", "max_logprob_gap"]
-    counts += ["merged_share"]
-    summary = {**dict.fromkeys((*ends, *counts), 1), "task": "t", "phases_s": {}, "device_split": {"cores": {}}}
+    counts += ["merged_share", "accuracy_gain", "publish_bytes"]
+    summary = {
+        **dict.fromkeys((*ends, *counts), 1),
+        "task": "t",
+        "engine": "e",
+        "phases_s": {},
+        "device_split": {"cores": {}},
+    }
     show_summary(console, summary, Path("runs/[/b][lr=1]"))
     assert "runs/[/b][lr=1]/model" in console.file.getvalue()  # type: ignore[attr-defined]
 

@@ -22,6 +22,7 @@ def metrics() -> list[dict[str, Any]]:
             "wait_s": 0.4,
             "train_s": 1.2,
             "publish_s": 0.1,
+            "publish_bytes": 19_500_000,
             "step_s": 0.1,
             "reward_mean": i / ITERATIONS,
             "accuracy": i / (2 * ITERATIONS),
@@ -59,6 +60,7 @@ def summary(metrics: list[dict[str, Any]], ledger: list[dict[str, Any]]) -> dict
         evaluation(0.3, None),
         evaluation(0.8, "nus"),
         task="spelling",
+        engine="vllm",
         seed=5,
         phases_s={"warm start": 20.0, "training": 24.0},
         cores={"instance-0": (0,), "trainer": (1,)},
@@ -86,7 +88,7 @@ def test_the_ends_of_a_short_run_do_not_overlap(
 ) -> None:
     rising = [record | {"reward_mean": float(i)} for i, record in enumerate(metrics[:num])]
     accuracy = evaluation(0.5, None)
-    summary = summarize(rising, ledger, accuracy, accuracy, task="t", seed=0, phases_s={}, cores={})
+    summary = summarize(rising, ledger, accuracy, accuracy, task="t", engine="e", seed=0, phases_s={}, cores={})
     assert (summary["reward_first"], summary["reward_last"]) == (first, last)
 
 
@@ -96,14 +98,18 @@ def test_what_the_last_publish_kept_of_adapters_is_in_the_summary(
     assert summary["merged_share"] is None and "adapters" not in summary_rows(summary)
     adapted = [record | {"merged_share": record["iteration"] / 12} for record in metrics]
     accuracy = evaluation(0.5, None)
-    found = summarize(adapted, ledger, accuracy, accuracy, task="t", seed=0, phases_s={}, cores={})
+    found = summarize(adapted, ledger, accuracy, accuracy, task="t", engine="e", seed=0, phases_s={}, cores={})
     assert summary_rows({**found, "device_split": summary["device_split"]})["adapters"].startswith("changed 91.7% of")
 
 
 def test_the_summary_has_what_it_promises(summary: dict[str, Any]) -> None:
     assert summary["iterations"] == ITERATIONS
     assert summary["seconds"] == 44.0
-    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.3, 0.8)
+    assert (summary["accuracy_before"], summary["accuracy_after"], summary["accuracy_gain"]) == (0.3, 0.8, 0.5)
+    rows = summary_rows(summary)
+    assert rows["held-out accuracy"] == "0.300 → 0.800, a gain of +0.500"
+    assert (rows["engine"], rows["a publish"], rows["seed"]) == ("vllm", "19.5 MB", "5")
+    assert rows["time"].startswith("44 s: ")
     assert summary["reward_first"] == pytest.approx(2 / 12, abs=1e-4)
     assert summary["reward_last"] == pytest.approx(9 / 12, abs=1e-4)
     assert summary["on_policy"] is True

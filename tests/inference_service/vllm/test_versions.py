@@ -11,7 +11,9 @@ from inference_service.vllm.versions import (
     FIRST_WITH_SCALE_OUT,
     NEWEST_TRIED,
     OLDEST,
+    VllmRelease,
     installed_versions,
+    require_options,
     require_vllm,
 )
 
@@ -30,6 +32,15 @@ def test_a_release_is_judged_by_its_major_and_minor_number(number: tuple[int, in
 
 def test_the_releases_that_are_named_are_in_order() -> None:
     assert OLDEST < FIRST_WITH_SCALE_OUT <= NEWEST_TRIED
+
+
+def test_adapters_alone_are_refused_where_a_release_takes_none() -> None:
+    require_options(VllmRelease((0, 26)), ["--enable-lora"])
+    require_options(VllmRelease((0, 23)), ["--seed=1"])
+    with pytest.raises(
+        ConfigError, match=r"vLLM 0\.23 takes no adapters alone, as 0\.26 .*adapter\.publish to 'merged'"
+    ):
+        require_options(VllmRelease((0, 23)), ["--enable-lora"])
 
 
 def test_versions_are_those_of_what_is_installed() -> None:

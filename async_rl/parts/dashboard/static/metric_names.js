@@ -58,6 +58,7 @@ const KNOWN = {
   logprob_gap_mean_abs: ["Gap, mean size", "nats", "On-policy gaps"],
   rollout_kl_k1: ["KL of rollouts to trainer, k1", "nats", "On-policy gaps"],
   rollout_kl_k3: ["KL of rollouts to trainer, k3", "nats", "On-policy gaps"],
+  publish_bytes: ["Bytes of a publish", "bytes", "Pool and faults"],
   memory_peak_bytes: ["Host memory, most of a process", "bytes", "Pool and faults"],
   device_memory_peak_bytes: ["Device memory, most of a device", "bytes", "Pool and faults"],
   retries: ["Groups sent again", "", "Pool and faults"],
