@@ -229,6 +229,13 @@ def adapter_words(task: str) -> tuple[str, ...]:
     return KINDS[task].adapters
 
 
+def vllm_words(overrides: Sequence[str]) -> list[str]:
+    """What `--engine vllm` adds to the overrides, which may name the Python that has vLLM; raises as
+    `find_vllm_python`."""
+    names_python = any(word.startswith("--inference.python=") for word in overrides)
+    return ["--inference.engine=vllm", *([] if names_python else [f"--inference.python={find_vllm_python()}"])]
+
+
 def find_vllm_python(candidate: Path = BESIDE_THE_PROJECT) -> str:
     """This interpreter if it has vLLM, else `candidate`.
 
@@ -276,7 +283,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.lora:
             overrides = [*adapter_words(arguments.task), *overrides]
         if arguments.engine == "vllm":
-            overrides += ["--inference.engine=vllm", f"--inference.python={find_vllm_python()}"]
+            overrides += vllm_words(overrides)
         summary = quickstart(arguments.task, run_dir, arguments.seed, overrides, console)
     except (Stopped, AsyncRLError) as end:
         return explain_end(end)

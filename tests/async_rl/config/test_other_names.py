@@ -43,6 +43,11 @@ def test_the_page_about_migration_has_every_name(page: str, names: dict[str, Oth
     ("tree", "said"),
     [
         ({"algorithm": {"beta": 0.1}}, "TRL's beta is 'algorithm.kl_coef' here; [algorithm] has "),
+        ({"adapter": {"lora_rank": 8}}, "verl's lora_rank is 'adapter.rank' here"),
+        (
+            {"model": {"peft_config": {}}},
+            "TRL's peft_config is 'adapter.rank' and 'adapter.alpha' and 'adapter.targets' here",
+        ),
         ({"train": {"top_p": 0.9}}, "TRL's top_p has no counterpart: tokens would have other probabilities"),
         ({"optimizer": {"type": "muon"}}, "optimizer.type has no counterpart: it is always AdamW; why not Muon"),
         ({"train": {"on_nonfinite": "fail"}}, "train.on_nonfinite has no counterpart: what it was by default holds"),

@@ -14,7 +14,14 @@ from async_rl.config.file import load_config
 from async_rl.errors import ConfigError, RunDirInUse
 from async_rl.shared.locks.lease import take_lease
 from async_rl.shared.locks.run_lock import lock_run
-from deploy.quickstart.__main__ import adapter_words, find_vllm_python, make_run_dir, quickstart, show_summary
+from deploy.quickstart.__main__ import (
+    adapter_words,
+    find_vllm_python,
+    make_run_dir,
+    quickstart,
+    show_summary,
+    vllm_words,
+)
 from deploy.quickstart.kind import KINDS
 from tests.support.waiting import wait_for
 
@@ -173,6 +180,10 @@ def test_the_summary_shows_the_folder_as_it_is_called() -> None:
     }
     show_summary(console, summary, Path("runs/[/b][lr=1]"))
     assert "runs/[/b][lr=1]/model" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_python_that_is_named_is_the_one_that_has_vllm() -> None:
+    assert vllm_words(["--train.iterations=2", "--inference.python=/opt/vllm/python"]) == ["--inference.engine=vllm"]
 
 
 def test_the_python_beside_the_project_is_taken_where_this_one_has_no_vllm(tmp_path: Path) -> None:
