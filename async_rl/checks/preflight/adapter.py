@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from async_rl.checks.preflight.adapter_sizes import ATTENTION, linear_sizes, targeted
 from async_rl.checks.preflight.model import CRITIC, ModelFiles
-from async_rl.checks.preflight.weight_files import LAYERS, metadata_of, tensors_of, weights_sample
+from async_rl.checks.preflight.weight_files import LAYERS, metadata_of, stored_tensors, tensors_of, weights_sample
 from async_rl.config.adapter_section import ALL_LINEAR, MAX_LORA_RANK, AdapterSection, Target
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
@@ -191,9 +191,15 @@ def _faults_of_path(adapter: AdapterSection, shape: ModelShape, path: Path) -> I
             yield f"has {key} = {value!r}: only {held!r} is held"
     layers = [f"{LAYERS}{i}.{name}" for i in range(shape.num_layers) for name in linear_sizes(shape)]
     for key in PATTERNS:
-        for pattern in found.get(key) or {}:
+        patterns = found.get(key) or {}
+        try:
             # As peft matches them.
-            if any(re.match(rf"(.*\.)?({pattern})$", layer) for layer in layers):
+            of_all = {pattern: re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns}
+        except (TypeError, re.error) as error:
+            yield f"has {key} = {patterns!r}, which is no table of patterns ({error}): save them again with peft"
+            return
+        for pattern, compiled in of_all.items():
+            if any(compiled.match(layer) for layer in layers):
                 yield f"has {key} for {pattern!r}: all layers need the same"
     for key, name, value in (("r", "rank", adapter.rank), ("lora_alpha", "alpha", adapter.alpha)):
         if found.get(key) != value:
@@ -212,13 +218,21 @@ def _faults_of_base(path: Path, files: ModelFiles) -> Iterator[str]:
         return
     before, where = metadata_of(path / WEIGHTS_FILE).get(BASE_SAMPLE), ""
     named = _read_config(path).get("base_model_name_or_path")
-    if before is None and isinstance(named, str) and (Path(named) / "config.json").is_file():
-        before, where = weights_sample(Path(named)), f" of {named!r}"
+    if before is None and isinstance(named, str) and Path(named).is_absolute():
+        before, where = _sample_if_there(Path(named)), f" of {named!r}"
     if before is not None and before != (now := weights_sample(files.directory)):
         yield (
             f"was trained beside weights{where} whose beginnings have the digest {before}, and those of {files.named} "
             f"have {now}: name the base that it belongs to (base_model_name_or_path of its {CONFIG_FILE}: {named!r})"
         )
+
+
+def _sample_if_there(base: Path) -> str | None:
+    """`weights_sample` of a directory that this host may have under that name, or that this user may not read."""
+    try:
+        return weights_sample(base) if stored_tensors(base) else None
+    except (OSError, ValueError, ConfigError):
+        return None
 
 
 def _faults_of_vllm(config: Config) -> Iterator[str]:
@@ -256,7 +270,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         found = json.loads((path / CONFIG_FILE).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        fault = f"has no {CONFIG_FILE} that can be read: {error}; name a directory that peft has saved"
+        fault = (
+            f"has no {CONFIG_FILE} that can be read: {error}; name a directory that peft or async-rl export has saved"
+        )
         raise ValueError(fault) from error
     if not isinstance(found, dict) or found.get("peft_type") != "LORA":
         kind = found.get("peft_type") if isinstance(found, dict) else found

@@ -70,7 +70,10 @@ MISTAKES = {
     ),
     "a path that does not exist": Mistake(
         (*RANK, "--adapter.path", "none"),
-        says=("'none' (adapter.path) has no adapter_config.json", "name a directory that peft has saved"),
+        says=(
+            "'none' (adapter.path) has no adapter_config.json",
+            "name a directory that peft or async-rl export has saved",
+        ),
     ),
     "half of an export": Mistake(
         START, saved(None), ("'adapters' (adapter.path) has no adapter_model.safetensors", "save the adapters")
@@ -88,6 +91,12 @@ MISTAKES = {
     "adapters of another rank": Mistake(
         START, saved(tensors(FACTORS), r=8), ("has r = 8, but adapter.rank is 4: set it to that",)
     ),
+    **{
+        f"patterns of ranks that are {kind}": Mistake(
+            START, saved(tensors(FACTORS), rank_pattern=patterns), ("has rank_pattern = ", "save them again")
+        )
+        for kind, patterns in (("none", {"(": 4}), ("no table", 5))
+    },
     "adapters of another base by their digest": Mistake(
         START,
         saved(tensors(FACTORS, **{BASE_SAMPLE: "0123"}), base_model_name_or_path="runs/other"),
@@ -96,15 +105,6 @@ MISTAKES = {
             "model.path 'model' have",
             f"name the base that it belongs to (base_model_name_or_path of its {CONFIG_FILE}: 'runs/other')",
         ),
-    ),
-    "adapters of another base by its files": Mistake(
-        START,
-        {
-            **saved(tensors(FACTORS), base_model_name_or_path="other"),
-            "other/config.json": json.dumps(BASE),
-            "other/model.safetensors": tensors({"x": (1,)}),
-        },
-        ("(adapter.path) was trained beside weights of 'other' whose beginnings", "name the base that it belongs to"),
     ),
     "adapters in place of a model": Mistake(
         files={"model/config.json": None, f"model/{CONFIG_FILE}": "{}"},
@@ -175,6 +175,18 @@ def test_what_is_wrong_with_adapters_is_named_before_anything_starts(
         assert part in said
     assert "Traceback" not in said and records(workplace) == {}
     assert not (workplace / "runs").exists(), "a process was started"
+
+
+@pytest.mark.distributed
+def test_adapters_that_say_no_digest_are_compared_with_the_base_that_they_name_where_it_is(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = workplace / "other"
+    make(workplace, Mistake(files=saved(tensors(FACTORS), base_model_name_or_path=str(other))))
+    assert run.main(["--dry-run", "run.toml", *START]) == 0, "there is none"
+    make(workplace, Mistake(files={"other/model.safetensors": tensors({"x": (1,)})}))
+    assert run.main(["--dry-run", "run.toml", *START]) == 2
+    assert f"was trained beside weights of '{other}' whose beginnings have the digest" in capsys.readouterr().err
 
 
 @pytest.mark.distributed

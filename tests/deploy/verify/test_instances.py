@@ -109,6 +109,11 @@ def test_an_instance_that_refuses_tensors_of_another_dtype_is_named() -> None:
     assert (finding.outcome, finding.cause) == ("fails", "other dtype")
 
 
+def test_what_the_canary_said_of_adapters_is_the_cause() -> None:
+    why = "received the adapters, but computes with all but those of model.layers.0: its log-probs are 0.1 nats"
+    assert judge_canary([URL], {URL: why}, {})[0].cause == "adapters: all but those of model.layers.0"
+
+
 def test_what_log_probs_say_of_an_instance_explains_an_unclear_canary() -> None:
     unclear = {URL: "does not clearly compute with the weights it was sent"}
     found = {URL: figures({"cause": "temperature"})}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from async_rl.config.adapter_section import AdapterSection
@@ -252,6 +253,26 @@ def test_what_rounding_leaves_is_counted_and_an_update_that_is_lost_ends_the_run
         step(1)
 
 
+def test_what_is_merged_is_rounded_once_however_many_publishes_there_were(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer
+) -> None:
+    base = tiny_model("qwen3")
+    trainer = make_trainer(base, dtype="bfloat16", adapter=NEW)
+    adapters = adapters_of(trainer.models.policy_model).values()
+    name = "model.layers.1.self_attn.o_proj"
+    for _ in range(20):
+        with torch.no_grad():
+            for factor in (each for adapter in adapters for each in adapter.parameters()):
+                factor.copy_(0.1 * torch.randn_like(factor))
+        published = weights(trainer)[f"{name}.weight"]
+    (adapter,) = (each for each in adapters if any(factor[0] == f"{name}.lora_A" for factor in each.whole.values()))
+    own = load_file(base / "model.safetensors")[f"{name}.weight"].bfloat16().float()
+    exact = own + adapter.scale * adapter.b["o_proj"].detach() @ adapter.a["o_proj"].detach()
+    # Half a unit in the last of bfloat16's eight bits.
+    assert bool(((published.float() - exact).abs() <= exact.abs() * 2**-8 * 1.001).all())
+    assert not torch.equal(published.float(), own)
+
+
 def test_adapters_to_start_from_are_not_read_where_a_checkpoint_has_the_runs_own(
     tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:
@@ -270,3 +291,23 @@ def test_adapters_to_start_from_are_not_read_where_a_checkpoint_has_the_runs_own
         MegatronTrainer.of(config, parallel)
     (tmp_path / "run/checkpoints/iteration-000002").mkdir(parents=True)
     assert not have_begun(), "they are zero until the checkpoint is loaded"
+
+
+def test_a_step_with_adapters_has_two_thirds_of_the_products_of_one_of_all_weights(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
+) -> None:
+    """Per weight and row 2 floating-point operations forward, 2 for the input's gradient, and 2 for a weight's own."""
+    base = tiny_model("qwen3", num_hidden_layers=4)
+
+    def operations(adapter: AdapterSection | None) -> int:
+        trainer = make_trainer(base, adapter=adapter)
+        with FlopCounterMode(display=False) as counter:
+            for group in ragged_groups:
+                trainer.accumulate([[group]])
+        return int(counter.get_total_flops())
+
+    share = operations(AdapterSection(rank=1)) / operations(None)
+    print(f"share of the operations: {share:.3f}")
+    # A rank of 1 adds 6 (inputs + outputs) to the 6 inputs x outputs of a layer, up to a tenth where it is 32 x 16.
+    # With gradients of frozen weights the share is above 1.
+    assert 0.6 < share < 0.77
