@@ -82,8 +82,6 @@ VERL = _names_of(
     ("ppo_mini_batch_size", ("train.steps_per_batch",), "prompts.prompts_per_batch divided by it"),
     ("ppo_epochs", (), "each batch is passed through once"),
     ("ppo_max_token_len_per_gpu", ("trainer.micro_batch_tokens",), ""),
-    ("lora_rank", ("adapter.rank",), ""),
-    ("lora_adapter_path", ("adapter.path",), ""),
     ("adv_estimator", ("algorithm.name",), ""),
     ("kl_loss_coef", ("algorithm.kl_coef",), ""),
     ("clip_ratio", ("algorithm.clip_low", "algorithm.clip_high"), ""),

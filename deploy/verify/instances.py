@@ -25,9 +25,7 @@ CAUSES = {
 
 STALE_COPY = re.compile(r"computes with a stale copy of ([^:]+):")
 WRONG_COPY = re.compile(r"computes with wrong ones of ([^:]+):")
-NO_ADAPTERS = "computes without its adapters:"
-OTHER_SCALE = re.compile(r"computes with adapters multiplied by scale x ([^:]+):")
-WRONG_ADAPTERS = "received the adapters, but computes with wrong ones of "
+WRONG_ADAPTERS = re.compile(r"received the adapters, but computes with ([^:]+):")
 OTHER_WEIGHTS = "computes with weights with fingerprints"
 OTHER_DTYPE = re.compile(r"has dtype '\w+', the model expects '\w+'")
 """In the reasons that a publish gives: of the canary, of a fingerprint, and of an instance that refuses the tensors."""
@@ -80,12 +78,10 @@ def _cause(url: str, why: str, found: Found) -> str:
         return CAUSES["head"] if match[1] == "head" else f"stale {match[1]}"
     if OTHER_DTYPE.search(why):
         return CAUSES["dtype"]
-    if NO_ADAPTERS in why:
-        return "no adapters"
-    if match := OTHER_SCALE.search(why):
-        return f"adapters at {match[1]} times their scale"
-    if WRONG_ADAPTERS in why or OTHER_WEIGHTS in why:
-        return "wrong adapters" if WRONG_ADAPTERS in why else CAUSES["weights"]
+    if match := WRONG_ADAPTERS.search(why):
+        return f"adapters: {match[1]}"
+    if OTHER_WEIGHTS in why:
+        return CAUSES["weights"]
     diagnosis = (found.get(url) or {}).get("diagnosis") or {}
     if diagnosis.get("cause"):
         return CAUSES[diagnosis["cause"]]

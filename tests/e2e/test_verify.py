@@ -75,7 +75,7 @@ BATCHES = [
 ]
 PUBLISH = {"alone": "adapters", "merged": "merged"}
 CAUSES_OF = {
-    "alone": r"no adapters|adapters at .* times their scale|wrong adapters|stale every .*|other weights",
+    "alone": r"adapters: .*|other weights",
     "merged": r"stale .*|wrong .*|other weights",
 }
 

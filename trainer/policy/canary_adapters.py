@@ -14,7 +14,7 @@ import torch
 
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.shared.protocol.adapter import A, B
-from async_rl.shared.protocol.sender import ALL_STRENGTHS, CONSTANT, SCALE
+from async_rl.shared.protocol.sender import ALIKE, ALL_STRENGTHS, CONSTANT, SCALE
 from trainer.hf.adapters import has_adapter
 from trainer.hf.weight_map import weight_map
 from trainer.model.adapters import Adapter, adapters_of
@@ -37,6 +37,10 @@ class _Factor:
     @property
     def own(self) -> torch.Tensor:
         return self.parameter.detach()
+
+    def is_in(self, place: str) -> bool:
+        """Whether its layer is `place`, or in it."""
+        return self.name.startswith(f"{place}.")
 
     @property
     def class_name(self) -> str:
@@ -69,15 +73,16 @@ class CanaryAdapters:
     def change(self, strengths: Mapping[str, int]) -> None:
         """Sets every class to its strength, or to 0 where that is `CONSTANT`; classes left out get their true factors.
 
-        `SCALE` multiplies what all adapters add, by so many percent.
+        `SCALE` multiplies what all adapters add, by so many percent; a name of a layer, or of a matrix in it, takes its
+        factors to 0, whatever their classes; one of `ALIKE` makes the changed ones so.
         """
         if self._true is None:
             self._true = [factor.own.clone() for factor in self._factors]
         with torch.no_grad():
             for factor, true in zip(self._factors, self._true, strict=True):
-                before, after = (these.get(factor.class_name, 0) for these in (self._strengths, strengths))
+                before, after = (_state(factor, these) for these in (self._strengths, strengths))
                 if before != after:
-                    factor.own.copy_(self._changed(factor, after) if after else true)
+                    factor.own.copy_(self._changed(factor, *after) if after[0] else true)
         for adapter in self._adapters:
             adapter.scale = self._scale * strengths.get(SCALE, 100) / 100
         self._strengths = dict(strengths)
@@ -93,7 +98,7 @@ class CanaryAdapters:
             adapter.scale = self._scale
         self._true, self._strengths = None, {}
 
-    def _changed(self, factor: _Factor, strength: int) -> torch.Tensor:
+    def _changed(self, factor: _Factor, strength: int, alike: str) -> torch.Tensor:
         assert CONSTANT <= strength <= ALL_STRENGTHS, strength
         if strength == CONSTANT:
             return torch.zeros_like(factor.own)
@@ -101,9 +106,21 @@ class CanaryAdapters:
         size = SIZES[strength - 1] / SIZES[0] / sqrt(factor.shape[1]) if is_a else SIZES[strength - 1]
         if not is_a:
             size /= self._scale * sqrt(self._rank)
-        seed = int.from_bytes(hashlib.sha256(factor.name.encode()).digest()[:8], "little")
+        seeded_by = factor.class_name if alike == "layers alike" else factor.name
+        seed = int.from_bytes(hashlib.sha256(seeded_by.encode()).digest()[:8], "little")
         whole = torch.randn(factor.shape, generator=torch.Generator().manual_seed(seed))
+        if alike == "ranks alike" and not is_a:
+            whole = whole[:, :1].expand_as(whole)
+        if alike == "values alike":
+            whole = torch.ones_like(whole)
         return (whole[factor.at] * size).to(factor.own.device)
+
+
+def _state(factor: _Factor, strengths: Mapping[str, int]) -> tuple[int, str]:
+    """(Strength, 0 for the true factor; which of `ALIKE`, or "")."""
+    if any(factor.is_in(place) for place in strengths):
+        return CONSTANT, ""
+    return strengths.get(factor.class_name, 0), next((alike for alike in ALIKE if alike in strengths), "")
 
 
 def _factors(adapter: Adapter) -> Iterator[_Factor]:

@@ -16,10 +16,12 @@ multiplied by another number.
 
 import logging
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from async_rl.config.pool_section import PublishSection
 from async_rl.config.rollout_section import RolloutSection
@@ -29,6 +31,7 @@ from async_rl.method.token_arrays import TokenIds
 from async_rl.method.types import WeightVersion
 from async_rl.rollouts.instance.client import InstanceClient
 from async_rl.rollouts.pool.member import Member
+from async_rl.rollouts.publish.adapter_faults import Changes, Trials
 from async_rl.rollouts.publish.trial_request import NUM_TOKENS, Samples, TrialRequest
 from async_rl.shared.protocol.adapter import A, B
 from async_rl.shared.protocol.sender import ALL_STRENGTHS, CONSTANT, SCALE, Sender, SenderFacts
@@ -62,9 +65,6 @@ the expected ones. A tensor that is loaded in a wrong order moves them at least 
 
 EVERYTHING = "every tensor"
 UNCLEAR = "unclear"
-
-Changes = Mapping[str, int | None]
-"""Strengths of classes otherwise than a publish of the canary has them; None: as before the canary."""
 
 PERCENT = (50, 150, 200)
 """Multiples of adapters' scale that an engine may compute with, beside those with alpha in place of alpha / rank."""
@@ -150,7 +150,7 @@ class Canary:
             if problem == UNCLEAR:
                 # Engines of a kind load in the same way, so one of them tells what the others do.
                 if kind not in wrong:
-                    wrong[kind] = self._locate(member, found.own, units, trainer, sample)
+                    wrong[kind] = self._search(member, samples, found.own, trainer, sample)
                 problem = self._unclear(found, wrong[kind], units, has_adapters=facts.adapter is not None)
             if problem is not None:
                 failures[member] = InstanceError(f"instance {member.url} {problem}")
@@ -216,13 +216,10 @@ class Canary:
                     "release of torch"
                 )
             return None
-        if not found.is_stale:
+        if has_adapters or not found.is_stale:
             return UNCLEAR
         nearest = found.nearest
         distances = f"its log-probs are {found.own:.3g} nats per token from the weights it was sent"
-        if nearest == NO_ADAPTERS or nearest.startswith(SCALE):
-            what = "without its adapters" if nearest == NO_ADAPTERS else f"with adapters multiplied by {nearest}"
-            return f"received the adapters, but computes {what}: {distances}, {found.distances[nearest]:.3g} from such"
         return (
             f"received the weights, but computes with a stale copy of {nearest}: {distances}, "
             f"{found.distances[nearest]:.3g} from those with {nearest} as before; its loader does not put that tensor "
@@ -235,15 +232,11 @@ class Canary:
         """The text for an instance that computes with neither the weights sent nor a stale copy of a class.
 
         Args:
-            wrong: what `_locate` found in `units`.
+            wrong: what `_search` found.
         """
         own = f"its log-probs are {found.own:.3g} nats per token from the weights it was sent"
         if wrong and has_adapters:
-            kinds = dict.fromkeys(name.partition(" ")[0] for name in wrong)
-            return (
-                f"received the adapters, but computes with wrong ones of {' and '.join(kinds)}: {own}, and agree "
-                "without these: they are others, of other layers, in another order or multiplied by another number"
-            )
+            return f"received the adapters, but computes with {wrong[0]}: {own}"
         loader = "its loader puts these tensors in another order or place than its kernels expect"
         if "embedding" in wrong:
             loader += ", or it is given other tokens than it is sent, which equal embeddings hide"
@@ -267,43 +260,58 @@ class Canary:
             "model.dtype, or do without this proof (publish.canary = 'off')"
         )
 
-    def _locate(
-        self,
-        member: Member,
-        own: float,
-        units: Sequence[tuple[str, ...]],
-        trainer: Sender,
-        sample: Sample,
-    ) -> tuple[str, ...]:
-        """The classes that the engine has wrong, found by publishes to it alone; none if it is lost meanwhile.
+    def _search(self, member: Member, samples: Samples, own: float, trainer: Sender, sample: Sample) -> tuple[str, ...]:
+        """What the engine has wrong, found by publishes to it alone: classes, or a fault of `adapter_faults`; none if
+        nothing explains its `samples`, or it is lost meanwhile."""
+        facts = trainer.facts()
+        units = _units(facts)
 
-        Makes the first units constant, as few as mend the log-probs: the last of these is wrong. Then the last ones of
-        these, as few as mend them: the first of these is wrong too, and nothing outside is.
-        """
+        def distance(samples: Samples, changes: Changes) -> float:
+            expected = self._score(trainer, changes, [tokens for tokens, _ in samples])
+            return _distance(_flat(logprobs for _, logprobs in samples), _flat(expected))
 
-        def agrees(units: Sequence[tuple[str, ...]]) -> bool:
-            constant = [name for unit in units for name in unit]
-            trainer.change(self._strengths | dict.fromkeys(constant, CONSTANT))
+        def publish(changes: Changes) -> Samples:
+            strengths = {**self._strengths, **changes}
+            trainer.change({name: strength for name, strength in strengths.items() if strength is not None})
             samples = sample([member]).get(member)
             if samples is None:
                 raise _Lost
-            expected = trainer.score(self._prompt, [tokens for tokens, _ in samples])
-            distance = _distance(_flat(logprobs for _, logprobs in samples), _flat(expected))
-            log.info("canary: %s with constant %s: %.3g nats per token", member.url, ", ".join(constant), distance)
+            return samples
+
+        def agrees(distance: float) -> bool:
             return distance <= min(self._rounding, own / CLEARLY)
 
-        # The last unit has the head: constant, that hides everything. Without any adapter the base is left.
-        has_adapters = trainer.facts().adapter is not None
-        num_judged = len(units) if has_adapters else len(units) - 1
+        def agrees_without(units: Sequence[tuple[str, ...]]) -> bool:
+            constant = dict.fromkeys((name for unit in units for name in unit), CONSTANT)
+            found = distance(publish(constant), constant)
+            log.info("canary: %s with constant %s: %.3g nats per token", member.url, ", ".join(constant), found)
+            return agrees(found)
+
         try:
-            last = bisect_left(range(num_judged), True, key=lambda end: agrees(units[: end + 1]))
-            if last == num_judged:
-                return () if has_adapters else units[last]
-            first = last - bisect_left(range(last), True, key=lambda size: agrees(units[last - size : last + 1]))
+            if facts.adapter is None:
+                # The last unit has the head: constant, that hides everything.
+                return _located(units[:-1], agrees_without) or units[-1]
+            locate = partial(_located, units, agrees_without)
+            is_near = partial(operator.gt, own / CLEARLY)
+            trials = Trials(facts, self._strengths, samples, distance, publish, agrees, is_near, locate)
+            fault = trials.fault()
+            return () if fault is None else (fault,)
         except _Lost:
             log.warning("canary: %s was lost in the search for the class that it has wrong", member.url)
             return ()
-        return tuple(name for unit in units[first : last + 1] for name in unit)
+
+
+def _located(units: Sequence[tuple[str, ...]], agrees: Callable[[Sequence[tuple[str, ...]]], bool]) -> tuple[str, ...]:
+    """The classes outside which nothing is wrong; none if it does not agree without any of them.
+
+    Makes the first units constant, as few as mend the log-probs: the last of these is wrong. Then the last ones of
+    these, as few as mend them: the first of these is wrong too, and nothing outside is.
+    """
+    last = bisect_left(range(len(units)), True, key=lambda end: agrees(units[: end + 1]))
+    if last == len(units):
+        return ()
+    first = last - bisect_left(range(last), True, key=lambda size: agrees(units[last - size : last + 1]))
+    return tuple(name for unit in units[first : last + 1] for name in unit)
 
 
 NO_ADAPTERS = "no adapters"

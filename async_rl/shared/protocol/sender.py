@@ -19,6 +19,9 @@ CONSTANT = -1
 SCALE = "scale"
 """In place of a class of adapters' factors: what they add, in percent of what it is."""
 
+ALIKE = ("ranks alike", "layers alike", "values alike")
+"""Beside classes of adapters' factors: those that are changed are the same in all ranks, all layers, or all values."""
+
 Content = Literal["whole", "adapters"]
 """Of a stream: all weights of the model, without adapters where these are published alone; or the adapters."""
 
@@ -153,7 +156,10 @@ class Sender(Protocol):
         ...
 
     def change(self, strengths: Mapping[str, int]) -> None:
-        """Changes classes of the weights, by a strength or to `CONSTANT`; those left out have their true values."""
+        """Changes classes of the weights, by a strength or to `CONSTANT`; those left out have their true values.
+
+        Of adapters also all in what a name such as "model.layers.0" begins: to `CONSTANT`, which adds nothing.
+        """
         ...
 
     def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:

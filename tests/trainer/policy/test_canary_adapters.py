@@ -126,6 +126,24 @@ def test_what_is_published_are_the_factors_and_the_base_below_them(
     assert base_digest((specs_of(views)[name], view) for name, view in views.items()) != digest
 
 
+NAMES = {
+    "the base": "computes with none:",
+    "an older adapter": "computes with an older version of all:",
+    "another scale": "computes with all multiplied by 1.3",
+    "a layer left out": "computes with all but those of model.layers.0:",
+    "a matrix left out": "computes with all but those of model.layers.1.mlp.up_proj:",
+    "permuted ranks": "computes with their ranks in another order:",
+    "A and B of two versions": "computes with an older version of lora_A:",
+    "a transposed B": "computes with their values in another order:",
+    "a zeroed B": "computes with none:",
+    # As random as the canary's own: neither a kind of layer nor an order explains them.
+    "another run's": "does not clearly compute with the weights it was sent:",
+    "merged and beside": "computes with all multiplied by 2:",
+    "alpha for alpha / rank": "computes with all multiplied by {}:",
+}
+"""What is said of each planted fault; of one that is no other by its log-probs, the same."""
+
+
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("starts", ["trained", pytest.param("new", marks=pytest.mark.nightly)])
 def test_each_fault_with_adapters_is_found_by_the_canary_and_a_sound_engine_passes(
@@ -138,11 +156,14 @@ def test_each_fault_with_adapters_is_found_by_the_canary_and_a_sound_engine_pass
     trainer = make_trainer(base, dtype=dtype, adapter=adapter, publishes_adapters=True)
     info, before = info_of(trainer, adapter), factors_of(trainer)
     engines = {of_own_kind(fault): Engine(base, info, getattr(torch, dtype), fault) for fault in (None, *ALONE)}
-    failures = judged(trainer, info, engines, dtype)
+    failures, misnamed = judged(trainer, info, engines, dtype), {}
     for member, fault in zip(engines, (None, *ALONE), strict=True):
         print(f"{fault}: {failures.get(member)}")
     for member, fault in zip(engines, (None, *ALONE), strict=True):
         assert (member in failures) == (fault is not None), (fault, failures.get(member))
+        if fault is not None and NAMES[fault].format(adapter.rank) not in failures[member]:
+            misnamed[fault] = failures[member]
+    assert not misnamed, misnamed
     assert same(before, factors_of(trainer)), "the true ones are there again"
 
 
