@@ -10,6 +10,7 @@ object:
 - `adapter_mb`, `whole_mb`: what a publish sends; `share` is their ratio;
 - `adapters_s`, `whole_s`, `bare_s`: median seconds of a publish of each form, and of the bare broadcast;
 - `peak_mb_adapters`, `peak_mb_full`: peak of resident memory of a training rank (VmHWM);
+- `gflop_adapters`, `gflop_full`: floating-point operations of the products of a step, counted;
 - `step_s_adapters`, `step_s_full`: median seconds of accumulating the groups and an optimizer step.
 """
 
@@ -30,6 +31,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.algorithm_section import AlgorithmSection
@@ -110,16 +112,23 @@ def train(checkpoint: str, rank: int | None, size: str, repeats: int) -> dict[st
     torch.set_num_threads(1)
     parallel = init_parallel(choose_device("cpu"), 0, TrainerSection())
     trainer, window, seconds = make_trainer(checkpoint, rank, parallel), [make_groups(SIZES[size]["vocab_size"])], []
-    # The first step touches its memory for the first time.
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
+
+    def step() -> None:
         trainer.accumulate(window)
         trainer.optimizer_step()
+
+    # The first step, which touches its memory for the first time, is counted and not timed.
+    with FlopCounterMode(display=False) as counter:
+        step()
+    for _ in range(repeats):
+        started = time.perf_counter()
+        step()
         seconds.append(time.perf_counter() - started)
     status = Path("/proc/self/status").read_text()
     peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
     parallel.close()
-    return {"step_s": statistics.median(seconds[1:]), "peak_mb": peak / MB}
+    flop = counter.get_total_flops()
+    return {"step_s": statistics.median(seconds), "peak_mb": peak / MB, "gflop": flop / 1e9}
 
 
 def measure_training(checkpoint: Path, options: argparse.Namespace) -> dict[str, float]:

@@ -19,3 +19,5 @@ def test_a_publish_of_adapters_sends_their_factors_alone() -> None:
     assert result["share"] == pytest.approx(result["adapter_mb"] / result["whole_mb"], abs=1e-3)
     assert result["peak_mb_adapters"] < result["peak_mb_full"]
     assert result["adapters_s"] < result["whole_s"]
+    # No product of a frozen weight's gradient, a third of a step's: two thirds, and those of the factors.
+    assert 0.6 < result["gflop_adapters"] / result["gflop_full"] < 0.8

@@ -8,11 +8,13 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import pytest
 
 from async_rl.checks.forecast.run_forecast import forecast_run
+from async_rl.checks.preflight.adapter import factor_shapes
 from async_rl.checks.preflight.model import read_shape
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError
@@ -37,6 +39,7 @@ name = "exact"
 [train]
 iterations = 3
 """
+RANK_4 = "--adapter.rank=4"
 QWEN3_8B = {
     "model_type": "qwen3",
     "vocab_size": 151_936,
@@ -312,6 +315,18 @@ def test_a_torch_for_cpus_beside_gpus_is_refused(
         str(error) for error in errors
     ]
     assert bool(errors) == refused
+
+
+def test_of_adapters_the_factors_alone_have_gradients_and_moments(workplace: Path) -> None:
+    shape = read_shape("model")
+    whole, adapted = (load_config(Path("run.toml"), ["--algorithm.kl_coef=0.1", *words]) for words in ((), (RANK_4,)))
+    parts, all_parts = (
+        {part.name: part.num_bytes for part in forecast_run(config, shape).rank.resident} for config in (adapted, whole)
+    )
+    number = sum(prod(size) for size in factor_shapes(adapted.adapter, shape).values())
+    assert (parts["adapters"], parts["gradients"], parts["optimizer"]) == (4 * number, 4 * number, 8 * number)
+    assert parts["weights"] == all_parts["weights"] > parts["adapters"]
+    assert "reference" in all_parts and "reference" not in parts, "the base is the reference"
 
 
 def test_pools_that_share_a_device_fit_on_it_together(workplace: Path) -> None:
