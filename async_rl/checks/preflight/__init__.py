@@ -18,6 +18,7 @@ from async_rl.checks.preflight.reward import require_reward, require_time_for_te
 from async_rl.checks.preflight.reward_rows import require_answers, require_columns, require_parts_of_rows
 from async_rl.checks.preflight.train_modes import require_exact, require_router_replay
 from async_rl.checks.preflight.user_file import require_algorithm, require_program
+from async_rl.checks.preflight.vllm_models import require_vllm
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.records.records import require_no_records
@@ -114,6 +115,7 @@ def _require_model(config: Config, trains: bool, serves: bool, is_whole: bool, n
     checks: list[Callable[[], None]] = []
     if trains:
         checks.append(lambda: require_trainable(config, files, is_whole=is_whole))
+        checks.append(lambda: require_vllm(config, files))
         checks.append(lambda: require_exact(config, files))
         checks.append(lambda: require_adapters(config, files))
         checks.append(lambda: require_router_replay(config, files))

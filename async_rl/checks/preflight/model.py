@@ -13,7 +13,7 @@ from async_rl.checks.preflight.weight_files import HEAD, require_kinds, require_
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, SAVE_TEXT, TABLE
-from async_rl.shared.model_limits import fp8_block, is_mxfp4
+from async_rl.shared.model_limits import fp8_block
 from async_rl.shared.model_parts import damaged
 from async_rl.shared.model_shape import ModelShape
 from async_rl.shared.net.hub import hub_fault
@@ -230,12 +230,6 @@ def require_trainable(config: Config, files: ModelFiles, *, is_whole: bool = Tru
             f"{files.named} is in fp8 (quantization_config of its config.json), which inference.engine = "
             f"{config.inference.engine!r} does not serve with the trainer's weights: name the checkpoint in bfloat16, "
             "or save it so (README of the model, or DeepSeek-V3's fp8_cast_bf16.py)"
-        )
-    if is_mxfp4(files.config) and config.inference.engine == "vllm" and not config.pool.instances:
-        raise ConfigError(
-            f"{files.named} is in mxfp4 (quantization_config of its config.json), which inference.engine = 'vllm' does "
-            "not serve with the trainer's weights: save it in bfloat16 with transformers, AutoModelForCausalLM."
-            "from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(...)"
         )
     has_tokenizer = is_whole or files.without_tokenizer() is None
     if config.prompts.chat_template and has_tokenizer and not files.has_chat_template:

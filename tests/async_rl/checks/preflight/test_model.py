@@ -17,7 +17,7 @@ from async_rl.errors import ConfigError
 from async_rl.shared.model_limits import FAMILIES
 from tests.support.minimal_config import config_of
 from tests.support.published_models import CONFIGS, WEIGHTS
-from tests.support.tiny_model import CLAMPED_EXPERTS, DEEPSEEKS_EXPERTS, LATENTS
+from tests.support.tiny_model import DEEPSEEKS_EXPERTS, LATENTS
 
 QWEN3 = CONFIGS["Qwen/Qwen3-8B"]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -249,12 +249,3 @@ def test_fp8_is_refused_where_instances_cannot_take_the_trainers_weights(
         return
     with pytest.raises(ConfigError, match=f"is in fp8 .* which inference.engine = '{engine}' does not serve"):
         require_trainable(run, files)
-
-
-def test_mxfp4_is_refused_where_vllm_would_serve_it(tmp_path: Path) -> None:
-    config = {**QWEN3, **CLAMPED_EXPERTS, "model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
-    files = ModelFiles.find(str(checkpoint(tmp_path, config, {"chat_template": "x"})))
-    require_trainable(config_of(inference={"engine": "transformers"}), files)
-    require_trainable(config_of(inference={"engine": "vllm"}, pool={"instances": ["http://a:1"]}), files)
-    with pytest.raises(ConfigError, match=r"is in mxfp4 .*'vllm' does not serve .*Mxfp4Config\(dequantize=True\)"):
-        require_trainable(config_of(inference={"engine": "vllm"}), files)
