@@ -12,6 +12,6 @@ def ready_member(name: str, version: str = "v1", concurrency: int | None = None,
     """In service with `version`; nothing is sent to it."""
     entry = InstanceEntry(f"http://{name}:1")
     Membership().end_publish(version, [entry], {entry.url: None})
-    client = InstanceClient(Connections(), entry.url, 60.0, 64)
+    client = InstanceClient(Connections(), entry.url, 60.0)
     client.max_concurrency = concurrency
     return Member(name, client, entry, **figures)

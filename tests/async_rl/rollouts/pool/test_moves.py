@@ -26,7 +26,7 @@ DEADLINE_S = 60.0
 def member(name: str, *, pace: float | None = None) -> Member:
     entry = InstanceEntry(f"http://{name}")
     Membership().end_publish("v1", [entry], {entry.url: None})
-    return Member(name, InstanceClient(Connections(), entry.url, 60.0, 64), entry, response_speed=pace)
+    return Member(name, InstanceClient(Connections(), entry.url, 60.0), entry, response_speed=pace)
 
 
 def begun(at: Member, tokens_per_s: float, ago_s: float, num_moves: int = 0) -> GroupRequest:
