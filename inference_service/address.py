@@ -20,7 +20,6 @@ LEAVE_TIMEOUT_S = 30.0
 
 
 def url_of(listener: socket.socket) -> str:
-    """The URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return http_url(host, port)
 

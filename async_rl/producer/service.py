@@ -206,7 +206,6 @@ class ProducerService:
         self._recorder.write_groups(record, list(map(GroupProof.from_json, rows)))
 
     def end_iteration(self, record: Mapping[str, Any], publication: Mapping[str, Any]) -> None:
-        """Writes the record of an iteration."""
         whole = IterationRecord.from_data(record, self._samples, self._rolled_out)
         self._recorder.end_iteration(whole, publication_of(publication))
 

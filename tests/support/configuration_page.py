@@ -134,7 +134,6 @@ def configuration_page() -> str:
 
 
 def names_of(group: Mapping[str, str]) -> list[str]:
-    """The dotted names of a group."""
     return [f"{section}.{name}" for section, names in group.items() for name in names.split()]
 
 

@@ -29,7 +29,6 @@ _CHUNK_BYTES = 16 * 2**20
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
-    """Where the checkpoints of a run are."""
     return run_dir / "checkpoints"
 
 

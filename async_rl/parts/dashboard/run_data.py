@@ -317,7 +317,6 @@ def _sample_key(line: bytes) -> SampleKey | None:
 
 
 def responses_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The responses of a row of samples."""
     responses = row.get("responses")
     return [each for each in responses if isinstance(each, dict)] if isinstance(responses, list) else []
 

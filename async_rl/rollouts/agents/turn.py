@@ -36,7 +36,6 @@ def _tool_call(call: ParsedCall, name: str) -> dict[str, Any]:
 
 
 def _before(text: str, stop: Sequence[str]) -> str:
-    """The text before the first of the texts `stop`."""
     return text[: min((text.index(end) for end in stop if end in text), default=len(text))]
 
 

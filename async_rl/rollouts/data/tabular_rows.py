@@ -108,7 +108,6 @@ class TabularRows:
 
 
 def parquet_rows(path: Path) -> TabularRows:
-    """The rows of a Parquet file."""
     # Imported here and above: programs that show their help, or read JSON lines, need not wait for it.
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
 

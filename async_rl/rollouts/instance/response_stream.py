@@ -260,7 +260,6 @@ class ResponseStream:
         spans: Spans | None,
         finish_reason: str | None,
     ) -> None:
-        """Adds the new tokens of choice `i`."""
         partial = self.partials[i]
         if len(token_ids) != len(logprobs):
             raise InstanceError(

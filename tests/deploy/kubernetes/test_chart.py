@@ -59,7 +59,6 @@ def one(objects: list[Any], kind: str) -> Any:
 
 
 def pod_specs(thing: Any) -> list[Any]:
-    """All pod specs in an object."""
     if isinstance(thing, list):
         return [spec for part in thing for spec in pod_specs(part)]
     if not isinstance(thing, dict):

@@ -53,7 +53,6 @@ def micro_batch_texts(batch: MicroBatch) -> list[tuple[int, ...]]:
 
 
 def texts_before_tokens(slices: Sequence[GroupSlice]) -> list[tuple[int, ...]]:
-    """The text before each sampled token."""
     return [part.prompt + r.token_ids[:i] for part in slices for r in part.responses for i in r.sampled]
 
 

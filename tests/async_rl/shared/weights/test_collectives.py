@@ -93,7 +93,6 @@ def on(group: FakeGroup, timeout_s: float = TIMEOUT_S, has_ended: Callable[[], b
 
 @pytest.fixture
 def weight_group(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeGroup], WeightGroup]:
-    """A weight group over a fake."""
 
     def make(group: FakeGroup) -> WeightGroup:
         monkeypatch.setattr(weight_stream, "open_collectives", lambda *_: on(group))
