@@ -58,8 +58,8 @@ class Rollout:
 
     def client(self, **options: Any) -> OpenAI:
         """Closed with the rollout's gateway."""
-        own = {"base_url": self.access.base_url, "api_key": "unused"}
-        return self.rig.closing.enter_context(OpenAI(**own | options))
+        options = {"base_url": self.access.base_url, "api_key": "unused"} | options
+        return self.rig.closing.enter_context(OpenAI(**options))
 
     @property
     def num_turns(self) -> int:

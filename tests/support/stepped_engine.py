@@ -60,6 +60,7 @@ class SteppedEngine:
 
 
 def head_dim(config: PreTrainedConfig) -> int:
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if hasattr(config, "kv_lora_rank"):
-        return max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    return size
