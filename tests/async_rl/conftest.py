@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from async_rl.config.pool_section import PoolSection
 from async_rl.rollouts.fleet.server import FleetServer
@@ -53,6 +54,11 @@ def start_receivers() -> Iterator[Callable[..., list[ScriptedInstance]]]:
     """As `start_receivers_once`, for instances that all tests of a module share: each imports torch."""
     with ExitStack() as stack:
         yield lambda *scripts: stack.enter_context(running(*scripts, program="receiving_instance"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(tiny_model())
 
 
 @pytest.fixture

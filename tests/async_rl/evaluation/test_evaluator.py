@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from async_rl.config.evaluation_section import EvaluationSection, EvaluationSet
 from async_rl.config.pool_section import PoolSection
@@ -38,11 +38,6 @@ score.correct_at = 1.0
 """
 SLOW = 59
 """A prompt with this token gets no answer."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(tiny_model())
 
 
 class Stage:

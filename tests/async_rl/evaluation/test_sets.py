@@ -1,10 +1,8 @@
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from async_rl.config.evaluation_section import EvaluationSection
 from async_rl.config.prompts_section import PromptsSection
@@ -12,11 +10,6 @@ from async_rl.errors import ConfigError
 from async_rl.evaluation.sets import load_sets, source_of
 from async_rl.method.types import Prompt
 from async_rl.rollouts.data.prompts import load_prompts
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(tiny_model())
 
 
 @pytest.fixture

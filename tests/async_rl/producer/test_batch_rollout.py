@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from async_rl.config.pool_section import PoolSection
 from async_rl.config.reward_section import RewardSection
@@ -66,11 +66,6 @@ class Lengths:
 
     async def close(self) -> None:
         pass
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(tiny_model())
 
 
 @pytest.fixture

@@ -24,11 +24,6 @@ from tests.support.groups import make_response
 HI = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_chat_tokenizer(tmp_path_factory.mktemp("chat"))
-
-
 @pytest.mark.parametrize("name", ["template", "qwen3"])
 def test_two_threads_may_use_a_renderer_at_once(tokenizer: Any, name: str) -> None:
     """A thread renders long messages, while the event loop renders short ones."""

@@ -18,7 +18,6 @@ from async_rl.rollouts.agents.session import NothingSampled, RolloutSession, Ses
 from async_rl.rollouts.agents.turn import LimitReached, SessionClosed, Turn
 from async_rl.rollouts.groups.text_executor import LONG
 from async_rl.rollouts.pool.router import Cached
-from tests.support.chat_tokenizer import make_chat_tokenizer
 from tests.support.rollout_settings import rollout_section
 from tests.support.scripted_pool import ScriptedPool
 
@@ -31,11 +30,6 @@ def nested(depth: int) -> list[Any]:
     for _ in range(depth):
         value = [value]
     return value
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_chat_tokenizer(tmp_path_factory.mktemp("chat"))
 
 
 @pytest.fixture

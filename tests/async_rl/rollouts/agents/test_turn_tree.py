@@ -21,11 +21,6 @@ from tests.support.groups import make_response
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return make_chat_tokenizer(tmp_path_factory.mktemp("chat"))
-
-
 @pytest.fixture(params=["qwen3", "template"])
 def renderer(request: pytest.FixtureRequest, tokenizer: Any) -> Renderer:
     return make_renderer(request.param, tokenizer, "a model")

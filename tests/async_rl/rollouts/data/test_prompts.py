@@ -2,7 +2,6 @@ import json
 import logging
 import random
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.errors import ConfigError
 from async_rl.rollouts.data.prompt_table import PromptTable
 from async_rl.rollouts.data.prompts import PromptSource
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Callable[..., Path]) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(tiny_model())
 
 
 @pytest.fixture
