@@ -48,7 +48,7 @@ class Trials:
 
     def fault(self) -> str | None:
         """What it computes with, such as "an older version of all"; None if nothing explains it."""
-        none = {NONE: dict.fromkeys(self.facts.classes, CONSTANT)}
+        none: dict[str, Changes] = {NONE: dict.fromkeys(self.facts.classes, CONSTANT)}
         known = self._nearest({**none, **dict(self._at_scales()), **dict(self._without_layers())})
         if known is not None and known != NONE:
             return known

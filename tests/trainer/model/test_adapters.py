@@ -297,7 +297,8 @@ def test_a_step_with_adapters_has_two_thirds_of_the_products_of_one_of_all_weigh
     tiny_model: Callable[..., Path], make_trainer: MakeTrainer, ragged_groups: list[Group]
 ) -> None:
     """Per weight and row 2 floating-point operations forward, 2 for the input's gradient, and 2 for a weight's own."""
-    base = tiny_model("qwen3", num_hidden_layers=4)
+    # Attention's own products, of which both have all, are hardly any beside these matrices.
+    base = tiny_model("qwen3", hidden_size=256, intermediate_size=1024)
 
     def operations(adapter: AdapterSection | None) -> int:
         trainer = make_trainer(base, adapter=adapter)
@@ -308,6 +309,6 @@ def test_a_step_with_adapters_has_two_thirds_of_the_products_of_one_of_all_weigh
 
     share = operations(AdapterSection(rank=1)) / operations(None)
     print(f"share of the operations: {share:.3f}")
-    # A rank of 1 adds 6 (inputs + outputs) to the 6 inputs x outputs of a layer, up to a tenth where it is 32 x 16.
-    # With gradients of frozen weights the share is above 1.
-    assert 0.6 < share < 0.77
+    # A rank of 1 adds 6 (inputs + outputs) to 6 inputs x outputs: less than a hundredth here. With the gradients of the
+    # layers' up_proj alone the share is above 0.75.
+    assert 0.6 < share < 0.7
