@@ -1,9 +1,13 @@
 """Models with gated delta nets in the embedded engine are those of transformers, token by token and chunk by chunk."""
 
+import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -11,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from async_rl.errors import ConfigError
 from async_rl.shared.delta_rule import CHUNK_ROWS
 from async_rl.shared.protocol.inference import SamplingParams
+from inference_service.api.app import ServerInfo, make_app
 from inference_service.engine.cache_size import CacheSize, plan_cache
 from inference_service.engine.delta_net import delta_net_of
 from inference_service.engine.kernels import EXACT
@@ -20,6 +25,7 @@ from inference_service.engine.sampling import sample_step
 from inference_service.engine.schedule import Schedule
 from inference_service.engine.sequences import Sequence
 from inference_service.engine.step import ModelStep
+from inference_service.engine.transformers_engine import TransformersEngine
 from tests.support.tiny_model import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -125,6 +131,61 @@ def test_all_responses_run_at_once_with_their_states(tiny_model: Callable[..., P
         schedule.add(sequences)
         schedule.next()
         assert len(schedule.running) == 16
+
+
+def answers(path: Path, size_for: int, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Those of groups of four that are asked at once, over HTTP, with room for `size_for` responses of any length."""
+
+    async def play() -> list[dict[str, Any]]:
+        loaded = load_model(str(path), CPU, torch.float32)
+        size = plan_cache(loaded.model.config, torch.float32, CPU, size_for, 256)
+        engine = TransformersEngine(loaded, replace(size, max_concurrency=8), 256, "processed_logprobs")
+        await engine.start()
+        transport = httpx.ASGITransport(make_app(engine, None, ServerInfo("tiny", "tiny"), None))
+        params = {"n": 4, "seed": 5, "max_tokens": 150, "ignore_eos": True, "logprobs": 0}
+        try:
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=None) as client:
+                asked = [
+                    client.post("/inference/v1/generate", json={"token_ids": prompt, "sampling_params": params})
+                    for prompt in prompts
+                ]
+                return [answer.raise_for_status().json() for answer in await asyncio.gather(*asked)]
+        finally:
+            engine.close()
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_responses_that_wait_again_for_room_of_states_are_answered_as_with_room_for_all(
+    family: str, tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny_model(tmp_path / "model", family, **CASES[family])
+    prompts = [[rng.randrange(2, 96) for _ in range(length)] for length in (60, 67)]
+    num_put_back = 0
+    put_back_last = Schedule._put_back_last
+
+    def counted(schedule: Schedule) -> None:
+        nonlocal num_put_back
+        num_put_back += 1
+        put_back_last(schedule)
+
+    monkeypatch.setattr(Schedule, "_put_back_last", counted)
+    expected = answers(path, 8, prompts)
+    assert num_put_back == 0
+    found = answers(path, 1, prompts)
+    assert num_put_back > 0
+    settings = {"dtype": torch.float64, "experts_implementation": "eager"}
+    reference = AutoModelForCausalLM.from_pretrained(path, **settings).eval()
+    for prompt, answer, roomy in zip(prompts, found, expected, strict=True):
+        for choice, undisturbed in zip(answer["choices"], roomy["choices"], strict=True):
+            tokens = choice["token_ids"]
+            assert tokens == undisturbed["token_ids"] and len(tokens) == 150
+            with torch.no_grad():
+                logits = reference(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            theirs = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+            ours = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+            assert ours == pytest.approx(theirs, rel=TOLERANCE, abs=1e-4)
 
 
 def test_what_the_engine_does_not_compute_is_refused(tiny_model: Callable[..., Path]) -> None:
