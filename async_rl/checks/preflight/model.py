@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.checks.preflight.layout import require_layout
-from async_rl.checks.preflight.weight_files import HEAD, require_kinds, require_sizes, require_tied_head, stored_tensors
+from async_rl.checks.preflight.weight_files import (
+    HEAD,
+    require_kinds,
+    require_layer_sizes,
+    require_sizes,
+    require_tied_head,
+    stored_tensors,
+)
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, SAVE_TEXT, TABLE
@@ -261,6 +268,7 @@ def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path
         )
     require_sizes(named, shape, tensors)
     require_kinds(named, shape, tensors)
+    require_layer_sizes(named, shape, tensors)
     is_policy = not any(name.startswith(VALUE_HEADS) for name in tensors)
     if HEAD not in tensors and not shape.tied and is_policy:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """What a checkpoint's safetensors files hold, by their headers: names, sizes and where the bytes are; without torch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from async_rl.errors import ConfigError
+from async_rl.shared.model_families import OUT_GATE, TABLE
 from async_rl.shared.model_shape import ModelShape
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -116,6 +117,56 @@ def require_sizes(named: str, shape: ModelShape, tensors: Mapping[str, StoredTen
     if table is not None and table.shape != embedding:
         said = f"vocab_size = {embedding[0]} and hidden_size = {embedding[1]}"
         raise _other_sizes(named, said, f"an embedding of {list(table.shape)}")
+
+
+def require_layer_sizes(named: str, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> None:
+    """Checks that the layers' matrices have the sizes that the model's config.json says, as far as they are stored.
+
+    Raises:
+        ConfigError: one has others.
+    """
+    for layer in range(shape.num_layers):
+        for keys, sizes in _layer_sizes(shape, layer):
+            for name, size in sizes.items():
+                stored = tensors.get(f"{LAYERS}{layer}.{name}")
+                if stored is not None and stored.shape != size:
+                    said = f"{keys}, so that {name} of layer {layer}, from 0, has {list(size)},"
+                    raise _other_sizes(named, said, f"{list(stored.shape)}")
+
+
+def _layer_sizes(shape: ModelShape, layer: int) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
+    """The sizes of matrices of a layer, from 0, and what says them."""
+    H, heads = shape.hidden_size, f"num_attention_heads = {shape.num_heads}"
+    if shape.delta is not None and shape.has_delta(layer):
+        delta, values = shape.delta, shape.delta.num_value_heads
+        K, V = delta.num_key_heads * delta.key_dim, values * delta.value_dim
+        keys = f"linear_num_key_heads = {delta.num_key_heads}, linear_num_value_heads = {values}, "
+        keys += f"linear_key_head_dim = {delta.key_dim}, linear_value_head_dim = {delta.value_dim}"
+        made = {"qkvz": 2 * K + 2 * V, "ba": 2 * values, "qkv": 2 * K + V, "z": V, "b": values, "a": values}
+        yield keys, {f"linear_attn.in_proj_{name}.weight": (size, H) for name, size in made.items()}
+        conv = {"linear_attn.conv1d.weight": (2 * K + V, 1, delta.conv_width)}
+        yield f"{keys}, linear_conv_kernel_dim = {delta.conv_width}", conv
+        own = {"A_log": (values,), "dt_bias": (values,), "norm.weight": (delta.value_dim,), "out_proj.weight": (H, V)}
+        yield keys, {f"linear_attn.{name}": size for name, size in own.items()}
+    elif (sizes := shape.latents) is not None:
+        up, out = shape.num_heads * (sizes.nope_dim + sizes.value_dim), shape.num_heads * sizes.value_dim
+        keys = f"{heads}, kv_lora_rank = {sizes.kv_rank}, qk_nope_head_dim = {sizes.nope_dim}, "
+        keys += f"qk_rope_head_dim = {sizes.rope_dim}, v_head_dim = {sizes.value_dim}"
+        down = {"self_attn.kv_a_proj_with_mqa.weight": (sizes.kv_rank + sizes.rope_dim, H)}
+        yield keys, down | {"self_attn.kv_b_proj.weight": (up, sizes.kv_rank), "self_attn.o_proj.weight": (H, out)}
+    else:
+        out, keys_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        made = {"q": out * (2 if shape.has(OUT_GATE) else 1), "k": keys_size, "v": keys_size}
+        keys = f"{heads}, num_key_value_heads = {shape.num_kv_heads}, head_dim = {shape.head_dim}"
+        into = {f"self_attn.{name}_proj.weight": (size, H) for name, size in made.items()}
+        yield keys, into | {"self_attn.o_proj.weight": (H, out)}
+    if not shape.has_experts(layer):
+        yield f"intermediate_size = {shape.ffn_size}", {"mlp.down_proj.weight": (H, shape.ffn_size)}
+    elif (experts := shape.experts) is not None:
+        names = TABLE[shape.family].expert_names
+        yield f"{experts.num_experts} experts", {f"{names.part}.gate.weight": (experts.num_experts, H)}
+        one = {f"{names.part}.experts.0.{names.down}.weight": (H, experts.ffn_size)}
+        yield f"experts of {experts.ffn_size}", one
 
 
 def require_kinds(named: str, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> None:
