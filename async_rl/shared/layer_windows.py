@@ -69,7 +69,7 @@ def unheld_windows(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[
     elif window is not None and (type(window) is not int or window < 1):
         yield f"sliding_window {window!r}", "a number from 1"
     elif window is None and may_slide:
-        slides = SLIDING in kinds if isinstance(kinds, list) else not windows.switched and windows.size is not None
+        slides = SLIDING in kinds if isinstance(kinds, list) else not windows.switched and windows.default is not None
         if slides:
             yield f"layer_types with {SLIDING!r} and no sliding_window in use", f"{FULL!r} in every layer, or a window"
     for key, least in (("max_window_layers", 0), ("sliding_window_pattern", 1)):

@@ -16,6 +16,7 @@ from transformers import (
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -119,6 +120,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
     "mistral": (MistralConfig, {"head_dim": 16, "sliding_window": None}),
     "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2}),
     "seed_oss": (SeedOssConfig, {"head_dim": 16}),
+    "ministral": (MinistralConfig, {"head_dim": 16, "sliding_window": 5, "layer_types": KINDS}),
     "ministral3": (Ministral3Config, {"head_dim": 16, "rope_parameters": SCALED_QUERIES}),
     "deepseek_v3": (DeepseekV3Config, {**LATENTS, **DEEPSEEKS_EXPERTS}),
     "glm4_moe": (

@@ -44,6 +44,7 @@ VLLM: Final[Mapping[str, Held]] = {
     "qwen2": {**_QWEN, **_CAUSAL, "qk_norm": (False,)},
     "llama": _LLAMA,
     "mistral": _MISTRAL,
+    "ministral": _BY_TRANSFORMERS,
     "ministral3": _MISTRAL,
     "smollm3": _BY_TRANSFORMERS,
     "seed_oss": _BY_TRANSFORMERS,

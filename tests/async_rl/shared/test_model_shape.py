@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -50,6 +51,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "mistral": MistralConfig,
     "smollm3": SmolLM3Config,
     "seed_oss": SeedOssConfig,
+    "ministral": MinistralConfig,
     "ministral3": Ministral3Config,
     "granite": GraniteConfig,
     "deepseek_v3": DeepseekV3Config,
@@ -112,6 +114,7 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
     own = {
         "qwen3_moe": EXPERTS,
         "mistral": NO_WINDOW,
+        "ministral": {**NO_WINDOW, "head_dim": 8},
         "smollm3": {"pad_token_id": None},
         "deepseek_v3": {**DEEPSEEKS_EXPERTS, **LATENTS, "num_key_value_heads": 4},
         "glm4_moe": {**DEEPSEEKS_EXPERTS, "n_group": 2},
@@ -333,7 +336,7 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
     moe = {"num_experts": draw(4, 8), "num_experts_per_tok": draw(2, 3), "moe_intermediate_size": draw(24, 40)}
     if family == "qwen3_moe":
         config |= {**moe, "norm_topk_prob": tied}
-    if family == "mistral":
+    if family in ("mistral", "ministral"):
         config |= NO_WINDOW
     shape = read(family, **config)
     assert shape == ModelShape(
