@@ -200,7 +200,7 @@ TABLE: Final[Mapping[str, Family]] = {
     ),
     "llama": Family(derived=frozenset({HEAD_DIM, KV_HEADS}), features_of=_BOTH),
     "mistral": Family(kv_heads=8, derived=frozenset({HEAD_DIM}), windows=Windows(4096, by_layer=False)),
-    "ministral": Family(kv_heads=8, derived=frozenset({HEAD_DIM, KV_HEADS}), windows=Windows(4096)),
+    "ministral": Family(kv_heads=8, derived=frozenset({HEAD_DIM}), windows=Windows(4096)),
     "ministral3": Family(
         head_dim=128,
         kv_heads=8,
