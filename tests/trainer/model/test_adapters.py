@@ -1,6 +1,7 @@
 """Adapters equal peft's: log-probs, gradients, steps, and the weights that they are merged into."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,16 +300,17 @@ def test_a_step_with_adapters_has_two_thirds_of_the_products_of_one_of_all_weigh
     """Per weight and row 2 floating-point operations forward, 2 for the input's gradient, and 2 for a weight's own."""
     # Attention's own products, of which both have all, are hardly any beside these matrices.
     base = tiny_model("qwen3", hidden_size=256, intermediate_size=1024)
+    # One with equal rewards would run forward only, which is the same in both.
+    group = replace(ragged_groups[0], rewards=(1.0, 0.0, 0.0))
 
     def operations(adapter: AdapterSection | None) -> int:
         trainer = make_trainer(base, adapter=adapter)
         with FlopCounterMode(display=False) as counter:
-            for group in ragged_groups:
-                trainer.accumulate([[group]])
+            trainer.accumulate([[group]])
         return int(counter.get_total_flops())
 
     share = operations(AdapterSection(rank=1)) / operations(None)
     print(f"share of the operations: {share:.3f}")
     # A rank of 1 adds 6 (inputs + outputs) to 6 inputs x outputs: less than a hundredth here. With the gradients of the
     # layers' up_proj alone the share is above 0.75.
-    assert 0.6 < share < 0.7
+    assert 0.6 < share < 0.75
