@@ -76,6 +76,9 @@ WITH = {
 }
 """What a key needs to have an effect."""
 
+REFUSED_BY_FILES = {"num_hidden_layers", "hidden_size", "vocab_size"}
+"""Sizes that only the files refuse; with others there is another model to compare."""
+
 NO_MODEL = {"model_type", "transformers_version", "_name_or_path", "id2label", "label2id", "return_dict"}
 """Names of the file and of other classes, and the form of what is returned: none says anything about the model."""
 
@@ -166,8 +169,9 @@ def test_a_flipped_key_is_held_or_refused_by_name(
             config.pop(by_layer, None)
     (path / "config.json").write_text(json.dumps(config))
     try:
-        # The files have the layers of before.
-        require_supported(ModelFiles.find(str(path)), is_whole=key != "layer_types")
+        # The files have the layers, and sizes, of before.
+        is_of_files = key == "layer_types" or (type(other) is int and key not in REFUSED_BY_FILES)
+        require_supported(ModelFiles.find(str(path)), is_whole=not is_of_files)
     except ConfigError as error:
         of_rope = key in ("rope_parameters", "max_position_embeddings")
         assert key in str(error) or (of_rope and ("rope" in str(error) or "rotary" in str(error)))
