@@ -134,7 +134,7 @@ def require_layer_sizes(named: str, shape: ModelShape, tensors: Mapping[str, Sto
                     raise _other_sizes(named, said, f"{list(stored.shape)}")
 
 
-def _layer_sizes(shape: ModelShape, layer: int) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
+def _layer_sizes(shape: ModelShape, layer: int) -> Iterator[tuple[str, Mapping[str, tuple[int, ...]]]]:
     """The sizes of matrices of a layer, from 0, and what says them."""
     H, heads = shape.hidden_size, f"num_attention_heads = {shape.num_heads}"
     if shape.delta is not None and shape.has_delta(layer):
