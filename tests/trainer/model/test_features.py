@@ -262,7 +262,7 @@ def test_layers_of_another_kind_than_the_config_says_are_refused(family: str, tm
 
 SIZES = {
     "qwen3": ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
-    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
+    "qwen3_moe": ("num_local_experts", "moe_intermediate_size"),
     "deepseek_v3": ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "n_routed_experts"),
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5_text"),
@@ -283,7 +283,11 @@ def test_layers_of_other_sizes_than_the_config_says_are_refused_by_the_headers(f
     require_supported(ModelFiles.find(str(path)))
     config = json.loads((path / "config.json").read_text())
     for key in SIZES[family]:
-        named = {"num_experts": "8 experts", "n_routed_experts": "16 experts", "moe_intermediate_size": "experts of 48"}
+        named = {
+            "num_local_experts": "8 experts",
+            "n_routed_experts": "16 experts",
+            "moe_intermediate_size": "experts of 48",
+        }
         (path / "config.json").write_text(json.dumps(config | {key: 2 * config[key]}))
         with pytest.raises(ConfigError, match=rf"has .*{named.get(key, f'{key} = ')}.*so that .* in its safetensors"):
             require_supported(ModelFiles.find(str(path)))
