@@ -176,7 +176,7 @@ def test_the_trained_weights_are_evaluated_and_what_fails_costs_no_run(caplog: p
         )
 
     config = cast(Any, SimpleNamespace(run=SimpleNamespace(dir=Path("run"))))
-    shutdown = cast(Any, SimpleNamespace(meet=lambda *, may_stop: said.append("met")))
+    shutdown = cast(Any, SimpleNamespace(synchronize=lambda *, may_stop: said.append("met")))
     program._evaluate_trained(config, cast(Any, of(None)), shutdown)
     assert said == ["v3", "met"] and not caplog.text
     program._evaluate_trained(config, cast(Any, of(PublishError("no instance took them"))), shutdown)

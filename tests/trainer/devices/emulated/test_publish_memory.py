@@ -8,7 +8,7 @@ import torch
 
 from async_rl.checks.forecast import memory
 from async_rl.checks.forecast.instance_memory import RECEIVED_MESSAGES
-from async_rl.shared.weights import stream
+from async_rl.shared.weights import fingerprint, stream
 from async_rl.shared.weights.fingerprint import TensorSpec, fingerprint_on
 from async_rl.shared.weights.store import StoreServer
 from async_rl.shared.weights.stream import WeightGroup
@@ -18,14 +18,16 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 SCALE = 512
 """By which all sizes are smaller than they are."""
+SIZES = {stream: ("WINDOW_BYTES", "DEVICE_BUCKET_BYTES"), fingerprint: ("SUMMED_BYTES", "BLOCK_WORDS")}
 EMBEDDING, MATRIX = 1200 * 1024, 17 * 1024
 SPECS = [TensorSpec(f"t{i}", "uint8", (size,)) for i, size in enumerate([EMBEDDING, *[MATRIX] * 200, EMBEDDING])]
 
 
 def share_of_forecast(number: int, publish: Callable[[WeightGroup, list[torch.Tensor]], str]) -> float:
     """The peak of a member that is alone in its group, over what so many messages and the fingerprint may take."""
-    for name in ("WINDOW_BYTES", "SUMMED_BYTES", "BLOCK_WORDS", "DEVICE_BUCKET_BYTES"):
-        setattr(stream, name, getattr(stream, name) // SCALE)
+    for module, names in SIZES.items():
+        for name in names:
+            setattr(module, name, getattr(module, name) // SCALE)
     npu: Any = torch.get_device_module("npu")
     group = WeightGroup(StoreServer("127.0.0.1", "s" * 32).store(60), 0, 1, "hccl", 60, torch.device("npu", 0))
     weights = [torch.ones(spec.shape, dtype=torch.uint8, device="npu") for spec in SPECS]
@@ -47,10 +49,10 @@ def test_a_sender_stays_within_the_forecast() -> None:
 
 
 def receive(group: WeightGroup, weights: list[torch.Tensor], into: dict[str, torch.Tensor]) -> str:
-    fingerprint = fingerprint_on(group.device)
+    sums = fingerprint_on(group.device)
     for own, (spec, tensor) in zip(weights, group.receive(SPECS, stream.DEVICE_BUCKET_BYTES, into), strict=True):
-        fingerprint.add(spec, tensor if into else own.copy_(tensor))
-    return fingerprint.hexdigest()
+        sums.add(spec, tensor if into else own.copy_(tensor))
+    return sums.hexdigest()
 
 
 @on_emulated_npu
