@@ -1,7 +1,7 @@
 """Lets the embedded engine run on emulated NPUs; the product refuses `--device npu` without vLLM.
 
 Python imports it at the start of every program of `emulated_environment`. It changes two modules when they are
-imported: `deploy.local.plan` and `inference_service.options`.
+imported: `deploy.cluster.plan` and `inference_service.options`.
 """
 
 import importlib.machinery
@@ -11,7 +11,7 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-REFUSALS = {"deploy.local.plan": "_require_engine_for_device", "inference_service.options": "_require_possible"}
+REFUSALS = {"deploy.cluster.plan": "require_engine_for_device", "inference_service.options": "_require_possible"}
 
 
 class _WithoutRefusals(MetaPathFinder):
