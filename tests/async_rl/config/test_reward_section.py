@@ -86,7 +86,7 @@ def of(name: str, **options: object) -> str:
         (of("judge", score_pattern=""), r"reward\.options\.score_pattern: it has 0 groups: put the number"),
         (of("judge", url="http://a"), r"reward\.options\.model: it is missing, .*\.rubric: it is missing"),
         (of("judge", url="http://a", model="m", rubric="", min_score=1), "min_score is 1 and max_score 1: the first"),
-        (of("http"), r"'http' has the options url, token_from, correct_at: correct reward\.options\.url: it is missing"),
+        (of("http"), r"'http' has the options url, token_from, correct_at: .*reward\.options\.url: it is missing"),
         (of("http", url="host:9000/x"), r"reward\.options\.url: it is no URL: write http://HOST:PORT/PATH"),
         (of("http", url=""), r"reward\.options\.url: it is no URL"),
         (of("http", url="http://a:99999"), r"reward\.options\.url: it is no URL"),

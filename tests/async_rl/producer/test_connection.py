@@ -201,7 +201,7 @@ def test_a_producer_that_hangs_is_lost_and_one_that_only_works_is_not(monkeypatc
             Connection(silent.getsockname()[:2], {}, 1.0)
         assert 0.9 < time.monotonic() - began_s < 20
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(socket, "create_connection", lambda *_: ours)
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: ours)
     monkeypatch.setattr(type(ours), "setsockopt", lambda *_: None, raising=False)
     theirs.sendall(b"".join(frame({"clock_s": 0.0, "boot_id": connection_module.boot_id()})))
     connection = Connection(("a", 1), {}, 1.0)
@@ -219,7 +219,7 @@ def test_a_producer_that_hangs_is_lost_and_one_that_only_works_is_not(monkeypatc
 
 def test_frames_arrive_whole_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(socket, "create_connection", lambda *_: ours)
+    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: ours)
     monkeypatch.setattr(type(ours), "setsockopt", lambda *_: None, raising=False)
     monkeypatch.setattr(connection_module, "RECEIVE_BYTES", 7)
     other_host = {"clock_s": time.monotonic() - 100.0, "boot_id": "another"}

@@ -10,7 +10,7 @@ from async_rl.checks.preflight.vllm_models import MISSING, VLLM, require_vllm
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.shared.model_shape import FAMILIES
+from async_rl.shared.model_limits import FAMILIES
 from tests.support.minimal_config import minimal_tree
 from tests.support.published_models import CONFIGS
 from tests.support.tiny_model import FAMILIES as TINY

@@ -123,7 +123,7 @@ def test_an_instance_that_stands_still_is_given_up_long_before_its_requests_time
     os.kill(stopped.process.pid, signal.SIGSTOP)
     try:
         assert tokens(running.result(DEADLINE_S)) == tokens(pools.loop.run(groups(pools.make(whole), 2, sampling=LONG)))
-        assert states(pool) == ["dead", "ready"]
+        pools.wait_for(lambda: states(pool) == ["dead", "ready"])
         assert "silent for" in (pool.members[0].reason or "")
     finally:
         os.kill(stopped.process.pid, signal.SIGCONT)
