@@ -1,12 +1,11 @@
 """What a checkpoint's safetensors files hold, by their headers: names, sizes and where the bytes are; without torch."""
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from async_rl.errors import ConfigError
 from async_rl.shared.model_families import OUT_GATE, TABLE
@@ -75,12 +74,12 @@ def metadata_of(file: Path) -> dict[str, str]:
 
 
 def weights_sample(directory: Path) -> str:
-    """xxh3-128 of names, dtypes, shapes and the first `SAMPLE_BYTES` of all tensors of a directory, in whatever files.
+    """BLAKE2b of names, dtypes, shapes and the first `SAMPLE_BYTES` of all tensors of a directory, in whatever files.
 
     Weights that were trained otherwise have another one, and it is quick: other bytes are not read. Raises as
     `stored_tensors`.
     """
-    sample = xxhash.xxh3_128()
+    sample = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(stored_tensors(directory).items()):
         sample.update(f"{name}|{tensor.dtype}|{tensor.shape}|".encode())
         with tensor.file.open("rb") as file:
