@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
@@ -87,6 +87,16 @@ class DeviceWatch:
             if self._work is not None:
                 self._work = self._work._replace(number=next(self._numbers))
             yield part
+
+    def making(self, what: str, parts: Iterable[T]) -> Iterator[T]:
+        """Parts that are work to make: how long whoever gets one keeps it, such as a slow receiver, does not count."""
+        end, iterator = object(), iter(parts)
+        while True:
+            with self.during(what):
+                part = next(iterator, end)
+            if part is end:
+                return
+            yield cast(T, part)
 
     def look(self) -> RankLost | None:
         """Called regularly, by one thread; the error once work has gone on for too long."""

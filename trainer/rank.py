@@ -185,8 +185,9 @@ def weight_source(
 
     def stream(content: Content) -> Stream:
         parallel.broadcast_json([STREAM, content])
-        with megatron.turns.weights(), megatron.device_watch.during("reading the weights for a publish"):
-            yield from megatron.device_watch.each(_export_of(megatron, content).stream())
+        with megatron.turns.weights():
+            stream = _export_of(megatron, content).stream()
+            yield from megatron.device_watch.making("reading a tensor for a publish", stream)
 
     def score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
         parallel.broadcast_json([SCORE, list(prompt), list(map(list, responses))])

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +59,21 @@ def test_each_part_and_each_work_has_the_whole_time_and_the_time_between_does_no
             for _ in watch.each(range(3)):
                 assert not looks(watch, clock, LIMIT_S * 0.9)
         assert not looks(watch, clock, LIMIT_S * 5)
+
+
+@on_emulated_npu
+def test_how_long_a_receiver_keeps_a_tensor_does_not_count_and_how_long_it_takes_to_make_does() -> None:
+    watch, found = watch_of(clock := Clock()), []
+
+    def tensors() -> Iterator[int]:
+        yield 1
+        found.extend(looks(watch, clock, LIMIT_S * 1.5))
+        yield 2
+
+    for part in watch.making("reading a tensor", tensors()):
+        assert not looks(watch, clock, LIMIT_S * 5), part
+    assert str(found[0]).startswith("reading a tensor has not finished on npu:0 for 60 s")
+    assert not looks(watch, clock, LIMIT_S * 5)
 
 
 @on_emulated_npu
