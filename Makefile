@@ -27,9 +27,9 @@ TRACKERS_READY := $(TRACKERS_VENV)/.ready
 # Its theme announces its successor with each build.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 WORKERS := --numprocesses 4 --dist loadfile --no-loadscope-reorder
-NIGHT := (nightly or layouts) and not vllm and not agents and not trackers and not gpu and not npu
+NIGHT := (nightly or devices) and not layouts and not vllm and not agents and not trackers and not gpu and not npu
 VLLM := vllm and not nightly
-FAST := not distributed and not computes and not nightly and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
+FAST := not distributed and not computes and not nightly and not devices and not browser and not packaging and not vllm and not layouts and not agents and not trackers and not gpu and not npu
 
 # Where it is set, every process that a test starts would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -50,10 +50,10 @@ test: $(READY)
 test-fast: $(READY)
 	$(BIN)/python -m pytest -m "$(FAST)" $(WORKERS) $(ARGS)
 
-# Everything that needs no accelerator: several hours. Each test of the night keeps both cores busy, so two run at once.
-# What runs in other environments follows, and has its own targets.
+# Everything that needs no accelerator, with covers in place of the whole matrix of layouts: hours. Each test of the night
+# keeps both cores busy for most of its time, so three run at once. What runs in other environments follows, and has its own targets.
 test-all: test
-	$(BIN)/python -m pytest -m "$(NIGHT)" $(WORKERS) --numprocesses 2 $(ARGS)
+	$(BIN)/python -m pytest -m "$(NIGHT)" $(WORKERS) --numprocesses 3 $(ARGS)
 	$(MAKE) test-vllm VLLM=vllm
 	$(MAKE) test-agents test-trackers test-peers
 
@@ -71,7 +71,7 @@ test-gpu: $(READY)
 # Whole runs, faults and rules on emulated NPUs; the first time on a machine they are compiled, with g++. Covers of the
 # matrix of layouts, `async-rl verify` there and what only varies these are left to `make test-all`.
 test-devices: $(READY)
-	$(BIN)/python -m pytest -m "not npu and not layouts" $(WORKERS) tests/trainer/devices/emulated $(ARGS)
+	$(BIN)/python -m pytest -m "not npu and not nightly" $(WORKERS) tests/trainer/devices/emulated $(ARGS)
 
 test-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m pytest -m "$(VLLM)" tests/vllm $(ARGS)

@@ -50,7 +50,7 @@ for number in (signal.SIGHUP, signal.SIGINT):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 
-LEFT_OUT_OR_ALL = {"nightly", "layouts", ALWAYS}
+LEFT_OUT_OR_ALL = {"nightly", "devices", "layouts", ALWAYS}
 
 GATE = ProcessGate()
 WARM = WarmStarts(None, os.environ)

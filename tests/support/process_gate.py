@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-MARKERS = ("distributed", "packaging", "vllm", "layouts", "gpu", "npu")
+MARKERS = ("distributed", "packaging", "vllm", "layouts", "devices", "gpu", "npu")
 """Tests with one of these may start processes: the first says just that, the others are never in the fast set."""
 
 EVENTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system")

@@ -1,8 +1,7 @@
 """Every layout that is accepted, in real processes over gloo, trains what one rank trains; every other one is refused.
 
 A cover of each kind and value of two ranks runs by default, one of all pairs and that of bfloat16 every night
-(`layout_matrix.py`), the whole of it with
-`make test-layouts`.
+(`layout_matrix.py`), the whole of it with `make test-layouts`.
 """
 
 import re

@@ -6,7 +6,7 @@ import pytest
 
 from tests.trainer.devices.emulated.conftest import EmulatedRun
 
-pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.devices, pytest.mark.timeout(900)]
 
 ON_NPU = ("--trainer.device=npu", "--checkpoint.every=1")
 MESSAGES = {"oom": "NPU out of memory. Tried to allocate", "lost": "device lost", "link": "link error"}
@@ -27,7 +27,7 @@ def test_a_fault_is_named_and_the_run_goes_on(emulated_run: Callable[..., Emulat
     assert [record["iteration"] for record in records] == [0, 1, 2] and all(record["on_policy"] for record in records)
 
 
-@pytest.mark.layouts  # Too long for `make test-devices`, which has the same fault with a restart.
+@pytest.mark.nightly  # Too long for `make test-devices`, which has the same fault with a restart.
 def test_a_device_lost_without_a_restart_ends_the_run_which_resumes(emulated_run: Callable[..., EmulatedRun]) -> None:
     run = emulated_run("ended", faults="lost:7000@async_rl.trainer").run
     run.start(*ON_NPU, "--cluster.max_restarts=0")

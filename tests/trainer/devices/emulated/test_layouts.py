@@ -39,7 +39,7 @@ def test_every_kind_and_setting_of_two_ranks_trains_what_a_cpu_trains(
     compare(cover_of(with_frozen_models(cases(2)), strength=1), one_rank, tmp_path, 600, on_npus)
 
 
-@pytest.mark.layouts
+@pytest.mark.nightly
 def test_the_module_for_cuda_trains_what_a_cpu_trains(one_rank: OneRank, tmp_path: Path) -> None:
     """In bfloat16, which its kernel takes."""
     if (reason := lacking()) is not None:
@@ -49,14 +49,14 @@ def test_the_module_for_cuda_trains_what_a_cpu_trains(one_rank: OneRank, tmp_pat
     assert not recorded_races(tmp_path)
 
 
-@pytest.mark.layouts
+@pytest.mark.nightly
 def test_a_pairwise_cover_of_the_matrix_trains_what_a_cpu_trains(
     one_rank: OneRank, on_npus: Ranks, tmp_path: Path
 ) -> None:
     compare(cover_of(with_frozen_models([*cases(2), *cases(4)])), one_rank, tmp_path, 1700, on_npus)
 
 
-@pytest.mark.layouts
+@pytest.mark.nightly
 def test_layouts_of_two_ranks_train_what_a_cpu_trains_under_the_real_mindspeed(
     one_rank: OneRank, mindspeed: str, tmp_path: Path
 ) -> None:
@@ -64,7 +64,7 @@ def test_layouts_of_two_ranks_train_what_a_cpu_trains_under_the_real_mindspeed(
     compare(cover_of(with_frozen_models(cases(2)), strength=1), one_rank, tmp_path, 600, ranks)
 
 
-@pytest.mark.layouts
+@pytest.mark.nightly
 def test_bfloat16_on_two_ranks_stays_within_the_derived_bound(
     one_rank: OneRank, on_npus: Ranks, tmp_path: Path
 ) -> None:

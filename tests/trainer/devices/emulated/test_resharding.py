@@ -16,7 +16,7 @@ from async_rl.shared.model_shape import ModelShape
 from tests.support.devices.emulated import environment
 from tests.support.devices.emulated.build import lacking
 
-pytestmark = [pytest.mark.distributed, pytest.mark.layouts, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 WORKER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 MODULE = "tests.support.devices.emulated.resharding_worker"

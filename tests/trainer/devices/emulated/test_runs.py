@@ -74,7 +74,7 @@ def test_it_trains_what_a_cpu_trains(trained: EmulatedRun, on_cpu: Run, tiny_mod
     assert_trained_alike(trained.run, on_cpu, tiny_model("qwen3", tied=True))
 
 
-@pytest.mark.nightly
+@pytest.mark.devices
 def test_it_trains_what_a_cpu_trains_under_the_real_mindspeed(
     emulated_run: Callable[..., EmulatedRun], mindspeed: str, on_cpu: Run, tiny_model: Callable[..., Path]
 ) -> None:
@@ -129,9 +129,9 @@ COVERED = {"dp2", "tp2", "pp2", "ep2", "snapshot"}
 """Whose kinds the cover of the matrix has, too, or the runs in turns: these are left to `make test-all`."""
 
 
-@pytest.mark.nightly
+@pytest.mark.devices
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.layouts] * (name in COVERED)) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[pytest.mark.nightly] * (name in COVERED)) for name in LAYOUTS]
 )
 def test_a_layout_trains_on_policy(emulated_run: Callable[..., EmulatedRun], layout: str) -> None:
     family, *words = LAYOUTS[layout]
@@ -143,7 +143,7 @@ def test_a_layout_trains_on_policy(emulated_run: Callable[..., EmulatedRun], lay
     assert all(record["max_logprob_gap"] < LARGEST_GAPS[BF16 in words] for record in records), records
 
 
-@pytest.mark.nightly
+@pytest.mark.devices
 def test_a_program_of_several_turns_is_proven_token_by_token(
     emulated_run: Callable[..., EmulatedRun], tmp_path: Path
 ) -> None:
@@ -156,7 +156,7 @@ def test_a_program_of_several_turns_is_proven_token_by_token(
     assert all(each["turns_max"] == 4 and each["branches_mean"] for each in run.lines("rollouts.jsonl"))
 
 
-@pytest.mark.layouts  # Too long for `make test-devices`.
+@pytest.mark.nightly  # Too long for `make test-devices`.
 def test_verify_finds_that_everything_holds(emulated_run: Callable[..., EmulatedRun]) -> None:
     # Two instances share 24 groups: each has the tokens that a judgement needs, and one of them can be lost.
     words = ("--prompts.prompts_per_batch=24", "--train.order=prompt", "--inference.num_instances=2")
@@ -165,7 +165,7 @@ def test_verify_finds_that_everything_holds(emulated_run: Callable[..., Emulated
     assert {finding["outcome"] for finding in report["findings"]} == {"holds"}, said
 
 
-@pytest.mark.nightly
+@pytest.mark.devices
 def test_its_checkpoint_is_exported_where_there_is_no_such_device(trained: EmulatedRun, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainer.export", str(trained.run.dir), "--to", str(tmp_path / "exported")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -177,7 +177,7 @@ def test_its_checkpoint_is_exported_where_there_is_no_such_device(trained: Emula
     assert all(torch.equal(exported[name], tensor) for name, tensor in model.items())
 
 
-@pytest.mark.nightly
+@pytest.mark.devices
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
     emulated_run: Callable[..., EmulatedRun], trained: EmulatedRun
 ) -> None:
@@ -189,7 +189,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     assert_same_run(killed, trained.run)
 
 
-@pytest.mark.nightly
+@pytest.mark.devices
 def test_a_kernel_that_hangs_is_named_and_the_run_goes_on_as_if_it_had_not(
     emulated_run: Callable[..., EmulatedRun], trained: EmulatedRun
 ) -> None:
