@@ -1,4 +1,4 @@
-"""Each process of a run is stopped (SIGSTOP) in each phase, and replaced: the run ends in time, with the bits of one without a fault.
+"""Each process of a run is stopped (SIGSTOP) in each phase, and replaced: the run has the bits of one without a fault.
 
 The reward and the algorithm hold a phase for as long as the test needs; the other phases are looked for.
 """

@@ -39,6 +39,7 @@ def looks(watch: DeviceWatch, clock: Clock, duration_s: float) -> list[RankLost]
     return found
 
 
+@pytest.mark.devices
 @on_emulated_npu
 def test_work_that_lasts_too_long_is_named_with_its_device_and_limit() -> None:
     watch = watch_of(clock := Clock())
@@ -51,6 +52,7 @@ def test_work_that_lasts_too_long_is_named_with_its_device_and_limit() -> None:
     )
 
 
+@pytest.mark.devices
 @on_emulated_npu
 def test_each_part_and_each_work_has_the_whole_time_and_the_time_between_does_not_count() -> None:
     watch = watch_of(clock := Clock())
@@ -61,6 +63,7 @@ def test_each_part_and_each_work_has_the_whole_time_and_the_time_between_does_no
         assert not looks(watch, clock, LIMIT_S * 5)
 
 
+@pytest.mark.devices
 @on_emulated_npu
 def test_how_long_a_receiver_keeps_a_tensor_does_not_count_and_how_long_it_takes_to_make_does() -> None:
     watch, found = watch_of(clock := Clock()), []
@@ -76,6 +79,7 @@ def test_how_long_a_receiver_keeps_a_tensor_does_not_count_and_how_long_it_takes
     assert not looks(watch, clock, LIMIT_S * 5)
 
 
+@pytest.mark.devices
 @on_emulated_npu
 def test_work_that_failed_is_over() -> None:
     watch = watch_of(clock := Clock())
@@ -84,6 +88,7 @@ def test_work_that_failed_is_over() -> None:
     assert not looks(watch, clock, LIMIT_S * 2)
 
 
+@pytest.mark.devices
 @on_emulated_npu
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     watch = watch_of(clock := Clock())
@@ -116,6 +121,7 @@ def test_a_kernel_that_hangs_is_noticed_also_behind_the_work_and_the_host_waits_
         assert waits.is_alive(), "whoever waits for the device waits for ever"
 
 
+@pytest.mark.devices
 @on_emulated_npu
 def test_its_thread_ends_the_process_and_ends_with_the_watch() -> None:
     import torch_npu

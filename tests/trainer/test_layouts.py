@@ -163,7 +163,10 @@ def test_latents_delta_nets_sinks_and_other_experts_train_what_one_rank_trains(
 def test_norms_of_several_ranks_heads_and_of_outputs_train_what_one_rank_trains(
     num_ranks: int, one_rank: OneRank, tmp_path: Path
 ) -> None:
-    compare(cover_of_each(OTHER_NORMS, num_ranks), one_rank, tmp_path, timeout_s=600)
+    """With two ranks by tensor parallelism, which divides the norms; with four in every placement."""
+    chosen = cover_of_each(OTHER_NORMS, num_ranks)
+    divided = [case for case in chosen if case.placement.tensor > 1]
+    compare(divided if num_ranks == 2 else chosen, one_rank, tmp_path, timeout_s=600)
 
 
 @pytest.mark.distributed

@@ -36,8 +36,8 @@ def test_the_document_needs_the_token_and_names_every_route(guarded: Any) -> Non
     assert {"/inference/v1/generate", "/pause", "/health"} <= set(guarded.client.get("/openapi.json").json()["paths"])
 
 
-@pytest.mark.parametrize("num_requests", [2000, pytest.param(10_000, marks=pytest.mark.nightly)])
-def test_thousands_of_bad_requests_change_nothing(guarded: Any, num_requests: int) -> None:
+@pytest.mark.parametrize("num_requests", [1000, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_a_thousand_bad_requests_and_more_change_nothing(guarded: Any, num_requests: int) -> None:
     def tokens() -> list[list[int]]:
         choices = guarded.generate([5, 6, 7], n=3, seed=3, max_tokens=20)["choices"]
         return [choice["token_ids"] for choice in choices]

@@ -45,10 +45,11 @@ def chosen_by_transformers(path: Path, sequences: Sequence[Sequence[int]]) -> li
     "family",
     [
         "qwen3_moe",
-        "deepseek_v3",
-        "glm4_moe",
         "qwen3_next",
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("gpt_oss", "minimax_m2")),
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in ("deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2")
+        ),
     ],
 )
 def test_routes_are_those_of_every_token_but_the_last(

@@ -114,8 +114,9 @@ def test_training_goes_on_bit_for_bit_in_a_new_process(
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("names", ["bc", pytest.param("ad", marks=pytest.mark.nightly)])
 def test_training_goes_on_bit_for_bit_under_another_layout(
-    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+    names: str, tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:
     """One step each: 1 rank, tensor parallel, context parallel, pipeline, interleaved stages, replicas that share the
     optimizer, 1 rank again."""
@@ -129,6 +130,7 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
         "c": ("float32", tiny_model("qwen3_next", num_hidden_layers=4)),
         "d": ("float32", tiny_model("olmo3", num_key_value_heads=1, num_hidden_layers=5)),
     }
+    models = {name: models[name] for name in names}
 
     def stage(number: int, **options: Any) -> list[Run]:
         """A run per model that goes on where the stage before it has saved."""

@@ -162,13 +162,15 @@ def test_rank_without_an_npu_of_its_own_is_refused(environment: dict[str, str]) 
             "import no_such.part",
             "since it imports 'no_such', which is not installed: install the package that has no_such",
         ),
-        (
+        pytest.param(
             "import mindspeed.no_such",
             "there is no module mindspeed.no_such: install branch core_r0.16.0",
+            marks=pytest.mark.nightly,
         ),
-        (
+        pytest.param(
             "raise ImportError('odd')",
             "mindspeed.megatron_adaptor cannot be imported (odd): install branch core_r0.16.0",
+            marks=pytest.mark.nightly,
         ),
     ],
 )

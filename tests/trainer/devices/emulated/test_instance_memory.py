@@ -105,6 +105,7 @@ class Instance:
 
 
 @on_emulated_npu
+@pytest.mark.devices
 def test_an_instance_in_turns_stays_within_its_forecast_in_every_phase() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = make_tiny_model(Path(folder) / "model", "qwen3", **SIZE)

@@ -33,6 +33,7 @@ def on_npus(tmp_path: Path) -> Iterator[Ranks]:
     assert not recorded_races(tmp_path)
 
 
+@pytest.mark.devices
 def test_every_kind_and_setting_of_two_ranks_trains_what_a_cpu_trains(
     one_rank: OneRank, on_npus: Ranks, tmp_path: Path
 ) -> None:

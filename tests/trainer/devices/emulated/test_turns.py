@@ -59,12 +59,14 @@ def separate(placed: Callable[..., Placed]) -> Placed:
     return placed("separate").train("separate")
 
 
+@pytest.mark.devices
 def test_it_trains_the_same_bits_as_on_two_devices(placed: Callable[..., Placed], separate: Placed) -> None:
     in_turns = placed("turns").train("turns")
     assert_same_run(in_turns.run, separate.run)
     assert len(in_turns.peaks()) == 1 and len(separate.peaks()) == 2
 
 
+@pytest.mark.devices
 def test_pools_that_share_a_device_train_the_same_bits_with_weights_from_its_memory(
     placed: Callable[..., Placed], separate: Placed
 ) -> None:
