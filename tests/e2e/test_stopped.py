@@ -99,19 +99,24 @@ def is_producer(process: psutil.Process) -> bool:
     return "async_rl.producer" in command_of(process)
 
 
-def answers(run: StoppedRun, route: str, key: str) -> bool:
-    """What the instance says of itself."""
-    words = command_of(run.instances()[0])
-    url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
-    return bool(httpx.get(f"{url}{route}").json()[key])
+def answers(run: StoppedRun, route: str, key: str) -> bool | None:
+    """What the instance says of itself; None while it is started again."""
+    if (instance := run.role("instance")) is None:
+        return None
+    words = command_of(instance)
+    try:
+        url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+        return bool(httpx.get(f"{url}{route}").json()[key])
+    except (ValueError, httpx.TransportError):
+        return None
 
 
 LOOKED_FOR: dict[str, Callable[[StoppedRun], bool]] = {
     "generate": lambda run: any(member.num_requests for member in run.members()),
-    "publish": lambda run: answers(run, "/is_paused", "is_paused"),
+    "publish": lambda run: answers(run, "/is_paused", "is_paused") is True,
     "checkpoint": lambda run: any((run.dir / "checkpoints").glob("*.partial")),
-    "sleep": lambda run: answers(run, "/is_sleeping", "is_sleeping"),
-    "wake": lambda run: not answers(run, "/is_sleeping", "is_sleeping"),
+    "sleep": lambda run: answers(run, "/is_sleeping", "is_sleeping") is True,
+    "wake": lambda run: answers(run, "/is_sleeping", "is_sleeping") is False,
 }
 HELD = ("score", "train", "evaluate")
 ROLES = ("rank", "producer", "instance")
