@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -181,7 +182,7 @@ def test_each_process_that_is_stopped_in_a_phase_is_replaced_and_the_run_trains_
     for count, role in enumerate(random.Random(fresh_seed()).sample(ROLES, k=len(ROLES))):
         stopped = stop_in_phase(run, role, phase, after=2 + 2 * count)
         began_s = time.monotonic()
-        run.wait_until(lambda stopped=stopped: is_gone(stopped), TIMEOUT_S)
+        run.wait_until(partial(is_gone, stopped), TIMEOUT_S)
         print(f"{placement}, {role} stopped in {phase}: replaced {time.monotonic() - began_s:.0f} s later")
     require_same_run(run, undisturbed)
 
