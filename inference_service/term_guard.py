@@ -3,8 +3,8 @@
 Trainers of one run send `RUN_UID:TERM` in a header; the term grows with each trainer that takes over the run. It wraps
 the embedded engine's application, and vLLM's own through its `--middleware` option. Requests without the header pass.
 
-It also refuses what a trainer asks the workers while another run sends them weights: the answer would wait for the end
-of that stream.
+It also refuses what a trainer asks the workers, and what would end the stream, while another run sends them weights: an
+answer would wait for its end.
 """
 
 import logging
@@ -17,7 +17,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from async_rl.shared.net.http_guard import error_response
 from async_rl.shared.protocol.routes import (
     COLLECTIVE_RPC,
+    FINISH_WEIGHT_UPDATE,
+    INIT_WEIGHT_TRANSFER,
     OPEN_PATHS,
+    SLEEP,
+    START_WEIGHT_UPDATE,
     SUPERSEDED_TERM,
     TERM_HEADER,
     UPDATE_WEIGHTS,
@@ -28,13 +32,18 @@ logger = logging.getLogger("inference_service")
 MAX_RUNS: Final = 256
 """Runs whose terms are remembered; the one that was heard of the longest time ago is forgotten."""
 
+OF_ONE_RUN: Final = frozenset(
+    {COLLECTIVE_RPC, SLEEP, INIT_WEIGHT_TRANSFER, START_WEIGHT_UPDATE, UPDATE_WEIGHTS, FINISH_WEIGHT_UPDATE}
+)
+"""Not for other runs while weights are sent."""
+
 _HEADER: Final = TERM_HEADER.lower().encode()
 _VALUE: Final = re.compile(rb"([A-Za-z0-9-]{1,64}):([0-9]{1,12})")
 
 
 class TermGuard:
     """Responds 409 to a term below the highest one of the same run, and 400 to a header that is none; and 409 to a call
-    of the workers while another run sends weights.
+    of the workers, and to another update, while another run sends weights.
 
     It learns no term from a path that needs no token: whoever has none must neither fence a trainer nor have its run
     forgotten.
@@ -54,7 +63,7 @@ class TermGuard:
             return
         run = (reported or b"").partition(b":")[0]
         others = [sender for sender in self._sending if sender != run]
-        if run and others and scope["path"] == COLLECTIVE_RPC:
+        if run and others and scope["path"] in OF_ONE_RUN:
             await error_response(_taken(others[0].decode(), run.decode()), HTTPStatus.CONFLICT)(scope, receive, send)
             return
         if not run or scope["path"] != UPDATE_WEIGHTS:

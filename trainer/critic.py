@@ -11,7 +11,7 @@ Shape legend: N sampled tokens of one micro-batch, T fed rows, R rows with logit
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -137,7 +137,7 @@ class Critic:
 
     def train(
         self,
-        passes: Sequence[Pass],
+        passes: Iterable[Pass],
         responses_of: ResponsesOf,
         ref_logprobs: Sequence[list[torch.Tensor] | None],
         old_values: Sequence[list[torch.Tensor] | None],

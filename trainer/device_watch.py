@@ -74,11 +74,11 @@ class DeviceWatch:
         self._work = _Work(next(self._numbers), what, None)
         try:
             yield
+            end = torch.Event(self._device)
+            end.record()
         except BaseException:
             self._work = None
             raise
-        end = torch.Event(self._device)
-        end.record()
         self._work = _Work(next(self._numbers), what, end)
 
     def each(self, parts: Iterable[T]) -> Iterator[T]:

@@ -152,7 +152,8 @@ class TrainingRank:
     def _restore(self) -> None:
         """The true weights, if a canary has changed them."""
         if self._megatron.canary_weights.are_changed:
-            with self._megatron.turns.weights(changes=True):
+            what = self._megatron.device_watch.during("putting back the weights that a canary has changed")
+            with self._megatron.turns.weights(changes=True), what:
                 self._megatron.canary_weights.restore()
 
 
@@ -165,7 +166,8 @@ def adapter_info(megatron: MegatronTrainer, parallel: Parallel, section: Adapter
         megatron.export.serve()
         return None
     assert section.rank is not None, "there are adapters"
-    return AdapterInfo(rank=section.rank, alpha=section.alpha, base=base_digest(megatron.export.stream()))
+    stream = megatron.device_watch.making("reading a tensor of the base", megatron.export.stream())
+    return AdapterInfo(rank=section.rank, alpha=section.alpha, base=base_digest(stream))
 
 
 def _export_of(megatron: MegatronTrainer, content: Content) -> WeightExport | AdapterExport:
@@ -196,7 +198,7 @@ def weight_source(
 
     def change(strengths: Mapping[str, int]) -> None:
         parallel.broadcast_json([CHANGE, dict(strengths)])
-        with megatron.turns.weights(changes=True):
+        with megatron.turns.weights(changes=True), megatron.device_watch.during("changing weights for a canary"):
             megatron.canary_weights.change(strengths)
 
     weights = megatron.canary_weights

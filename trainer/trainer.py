@@ -198,7 +198,9 @@ class MegatronTrainer:
         advantages: Sequence[list[torch.Tensor] | None] = [None] * len(passes)
         if self.critic is not None:
             old_values = logprobs_of(self.critic.old, passes, self.device_watch.each)
-            advantages = self.critic.train(passes, self._sums.responses_of, ref_logprobs, old_values)
+            advantages = self.critic.train(
+                self.device_watch.each(passes), self._sums.responses_of, ref_logprobs, old_values
+            )
         losses = [
             functools.partial(self._loss_of, a_pass, others)
             for a_pass, *others in zip(passes, old_logprobs, ref_logprobs, teacher_logprobs, advantages, strict=True)

@@ -19,16 +19,16 @@ def find_device_facts(
     config: Config | None, environment: Mapping[str, str], run: Run = output_of, dev: Path = Path("/dev")
 ) -> Iterator[Finding]:
     """The devices there are; with a config whether they are those that it needs."""
-    gpus = [line.strip() for line in run(GPU_QUERY).splitlines() if line.strip()]
+    gpus = [line.strip() for line in run(GPU_QUERY).splitlines() if line.count(",") >= GPU_QUERY[1].count(",")]
     npus = sorted(path.name for path in dev.glob("davinci[0-9]*"))
     yield from (Finding(f"gpu {line.partition(',')[0]}", "note", line.partition(",")[2].strip()) for line in gpus)
     yield from (Finding(name, "note", "an Ascend NPU") for name in npus)
     if not gpus and not npus:
         yield Finding("devices", "note", "none: runs use CPUs here (trainer.device = 'cpu')")
     if gpus:
-        yield from _torch_build("cuda")
+        yield from _torch_build("cuda", config)
     if shutil.which("npu-smi") or installed("torch-npu"):
-        yield from _torch_build("npu")
+        yield from _torch_build("npu", config)
     if gpus and (cuda := cuda_of_torch()) is not None:
         yield from _driver(gpus[0].split(",")[-3].strip(), cuda)
     for variable in VISIBLE.values():
@@ -44,9 +44,10 @@ def _driver(driver: str, cuda: str) -> Iterator[Finding]:
         yield Finding("driver", "warning", f"{text} or newer: torch sees no GPU", OTHER_BUILD)
 
 
-def _torch_build(kind: str) -> Iterator[Finding]:
+def _torch_build(kind: str, config: Config | None) -> Iterator[Finding]:
     if (unfit := why_unfit(kind)) is not None:
-        yield Finding("torch build", "fault", *unfit)
+        is_needed = config is None or config.trainer.device == kind
+        yield Finding("torch build", "fault" if is_needed else "note", *unfit)
 
 
 def _enough(config: Config, environment: Mapping[str, str], run: Run, dev: Path) -> Finding:

@@ -49,7 +49,7 @@ def look_around(model: str, source: str, reward: str | None, prompt_column: str 
             f"{source!r} has no column of answers ({', '.join(look.names)}), so nothing tells how responses are "
             f"scored: give --reward, {keys_of(Config)['reward.name'].description}"
         )
-    device, num_devices = _devices()
+    device, names = _devices()
     return Seen(
         model_path=model,
         shape=files.shape,
@@ -60,11 +60,11 @@ def look_around(model: str, source: str, reward: str | None, prompt_column: str 
         prompt_tokens=_num_tokens(look, files),
         reward=reward or look.reward or "",
         device=device,
-        num_devices=num_devices,
-        device_bytes=device_memory(device) if num_devices else None,
+        num_devices=len(names),
+        device_bytes=device_memory(device, names),
         num_cores=len(own_cores()) or os.cpu_count() or 1,
         host_bytes=host_memory().available_bytes,
-        vllm=find_vllm(model, device, _other_pythons()) if num_devices else VllmChoice(False),
+        vllm=find_vllm(model, device, _other_pythons()) if names else VllmChoice(False),
     )
 
 
@@ -76,11 +76,11 @@ def _other_pythons() -> Iterator[Path]:
         yield Path(active, "bin", "python")
 
 
-def _devices() -> tuple[Literal["cpu", "cuda", "npu"], int]:
+def _devices() -> tuple[Literal["cpu", "cuda", "npu"], tuple[str, ...]]:
     for kind in KINDS:
         if found := find_devices(kind, os.environ, asks_torch=False):
-            return kind, len(found)
-    return "cpu", 0
+            return kind, found
+    return "cpu", ()
 
 
 def _num_tokens(look: SourceGuess, files: ModelFiles) -> int:

@@ -26,7 +26,7 @@ from async_rl.shared.programs.command_line import Parser
 from deploy.cluster.plan import ClusterPlan, plan_cluster
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.local.check_view import show_check, show_verdict
-from deploy.local.machine import VISIBLE
+from deploy.local.machine import VISIBLE, find_devices
 from deploy.local.machine_memory import device_memory, host_memory
 from deploy.local.memory_fit import Capacity, find_misfits
 from deploy.local.plan import Plan
@@ -111,7 +111,7 @@ def check_run(config_path: Path, config: Config, overrides: Sequence[str], *, el
     capacity = None
     if not elsewhere:
         _tried(errors, lambda: require_addresses(config))
-        capacity = Capacity(host_memory(), device_memory(config.trainer.device))
+        capacity = Capacity(host_memory(), _device_memory(config.trainer.device))
         if plan is not None and not missing:
             _tried(errors, lambda: require_engine(config, plan.instances[0]))
         if forecast is not None:
@@ -194,6 +194,14 @@ def _tried(errors: list[ConfigError], make: Callable[[], Result]) -> Result | No
         return make()
     except ConfigError as error:
         errors.append(error)
+        return None
+
+
+def _device_memory(kind: str) -> int | None:
+    """Of the smallest device that is named; what names none, or one twice, is an error of the plan."""
+    try:
+        return device_memory(kind, find_devices(kind, os.environ, asks_torch=False))
+    except ConfigError:
         return None
 
 

@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,43 +71,52 @@ def find_devices(
     """The devices that can be assigned to processes started here; none on a CPU.
 
     A restriction that is set already (`CUDA_VISIBLE_DEVICES`, `ASCEND_RT_VISIBLE_DEVICES`) is kept: the devices it
-    names are shared, in its order and under its names. Where the driver's tool shows no device, torch is asked, which
-    takes seconds; not without `asks_torch`.
+    names are shared, in its order and under its names, up to the first that is none, as in CUDA. Where the driver's
+    tool shows no device, torch is asked, which takes seconds; not without `asks_torch`.
 
     Raises:
         ConfigError: the restriction names a device twice.
     """
     if kind == "cpu":
         return ()
-    present = _count(kind, run, dev, asks_torch)
+    listed = run(["nvidia-smi", "--list-gpus"]).splitlines() if kind == "cuda" else []
+    present = _count(kind, listed, run, dev, asks_torch)
     restriction = environment.get(VISIBLE[kind])
     if restriction is None:
         return tuple(str(i) for i in range(present))
-    named = _usable(restriction, present)
-    if len(set(named)) < len(named):
-        raise ConfigError(f"{VISIBLE[kind]} is {restriction!r}, which names a device twice: name each once")
-    return named
-
-
-def _usable(restriction: str, present: int) -> tuple[str, ...]:
-    """The devices of a list before the first that does not exist, as in CUDA; names like GPU-8a2 are kept."""
-    usable: list[str] = []
+    named: dict[str, str] = {}
     for name in (part.strip() for part in restriction.split(",")):
-        is_number = re.fullmatch(r"-?\d+", name) is not None
-        if not name or (is_number and not 0 <= int(name) < present):
+        if (device := _device_of(name, kind, listed, present)) is None:
             break
-        usable.append(name)
-    return tuple(usable)
+        if device in named:
+            raise ConfigError(f"{VISIBLE[kind]} is {restriction!r}, which names a device twice: name each once")
+        named[device] = name
+    return tuple(named.values())
 
 
-def _count(kind: str, run: Run, dev: Path, asks_torch: bool) -> int:
+def _device_of(name: str, kind: str, listed: Sequence[str], present: int) -> str | None:
+    """The device of a name, the same for all of its names; None for none. `listed` are the lines of `nvidia-smi`."""
+    if re.fullmatch(r"[0-9]+", name):
+        return str(int(name)) if int(name) < present else None
+    if kind != "cuda" or not present or not name.startswith(("GPU-", "MIG-")):
+        return None
+    found = [line for line in listed if f"(UUID: {name}" in line]
+    if not any("(UUID: " in line for line in listed):
+        return name
+    if len(found) != 1:
+        return None
+    number = re.match(r"GPU (\d+):", found[0])
+    return number[1] if number else found[0]
+
+
+def _count(kind: str, listed: Sequence[str], run: Run, dev: Path, asks_torch: bool) -> int:
     """Number of devices, whatever is visible: from the driver, else from torch in a separate process."""
     if kind == "cuda":
-        listed = [line for line in run(["nvidia-smi", "--list-gpus"]).splitlines() if line.startswith("GPU ")]
+        found = [line for line in listed if line.startswith("GPU ")]
     else:
-        listed = [path.name for path in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", path.name)]
-    if listed or not asks_torch:
-        return len(listed)
+        found = [path.name for path in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", path.name)]
+    if found or not asks_torch:
+        return len(found)
     # Without the restriction, which renumbers the devices.
     answer = run(["env", "-u", VISIBLE[kind], sys.executable, "-c", WITH_TORCH[kind]]).strip()
     return int(answer) if answer.isdigit() else 0

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,13 +39,19 @@ def host_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> HostMemory:
     return HostMemory(total, available)
 
 
-def device_memory(kind: str, run: Callable[[list[str]], str] = output_of) -> int | None:
-    """The memory of the smallest device of a kind; None on a CPU, and where its tool does not say."""
+def device_memory(kind: str, names: Sequence[str], run: Callable[[list[str]], str] = output_of) -> int | None:
+    """The memory of the smallest of these devices of a kind, as `find_devices` names them.
+
+    None on a CPU, where the tool does not say, and for a part of a GPU (MIG), which has less than the tool says.
+    """
+    if not names or any(name.startswith("MIG-") for name in names):
+        return None
     if kind == "cuda":
-        said = run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
+        said = run(["nvidia-smi", "-i", ",".join(names), "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
         sizes = [int(line) for line in said.splitlines() if line.strip().isdigit()]
     elif kind == "npu":
-        sizes = [int(size) for size in NPU_LINE.findall(run(["npu-smi", "info", "-t", "memory", "-i", "0"]))]
+        said = "".join(run(["npu-smi", "info", "-t", "memory", "-i", name]) for name in names)
+        sizes = [int(size) for size in NPU_LINE.findall(said)]
     else:
         return None
     return min(sizes) * MIB if sizes else None

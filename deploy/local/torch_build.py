@@ -38,7 +38,7 @@ def why_unfit(kind: str) -> tuple[str, str] | None:
     own, npu = torch.split("+")[0], installed("torch-npu")
     if npu is None:
         return f"there are NPUs, and no torch_npu for torch {own}", f"pip install torch-npu=={own}"
-    if npu.split(".post")[0] != own:
+    if npu.split("+")[0].split(".post")[0] != own:
         return f"torch {own} and torch_npu {npu} are no pair", f"pip install torch-npu=={own}"
     return None
 

@@ -341,14 +341,22 @@ class TransformersEngine:
                 return
             self._batching.empty_caches()
             await self._block(lambda: self._update.sleep(keeps=level == 1))
-            if self._device.type != "cpu":
-                torch.get_device_module(self._device).empty_cache()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """To the device, what its allocator holds in reserve."""
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).empty_cache()
 
     async def wake_up(self, tags: Listing[WakeTag]) -> None:
         async with self._holding:
             # Keys and values get memory as they come, and empty caches need none.
             if not tags or "weights" in tags:
-                await self._block(self._update.wake)
+                try:
+                    await self._block(self._update.wake)
+                except EngineFault:
+                    self._give_back()
+                    raise
             can_serve = self._update.phase is Phase.SERVING and not self._update.is_sleeping
         if can_serve and tuple(tags) != ("weights",):
             await self.resume()

@@ -7,7 +7,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from async_rl.shared.protocol.routes import COLLECTIVE_RPC, OPEN_PATHS, UPDATE_WEIGHTS
-from inference_service.term_guard import MAX_RUNS, TermGuard
+from inference_service.term_guard import MAX_RUNS, OF_ONE_RUN, TermGuard
 
 
 async def accepts(scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,21 +86,21 @@ def test_whoever_has_no_token_neither_fences_a_trainer_nor_has_its_run_forgotten
     assert ask(guard, "run-a:1")[0] == ask(guard, "run-a:1", path)[0] == 409, "not forgotten"
 
 
-def test_calls_of_the_workers_are_refused_at_once_while_another_run_sends_weights() -> None:
+def test_calls_of_the_workers_and_updates_are_refused_at_once_while_another_run_sends_weights() -> None:
     answers: list[tuple[int, dict[str, object]]] = []
 
     async def receives(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == UPDATE_WEIGHTS:
+        if scope["path"] == UPDATE_WEIGHTS and not answers:
             # Only now, since a stream may last for minutes.
-            requests = (("run-b:7", COLLECTIVE_RPC), ("run-a:2", COLLECTIVE_RPC), ("run-b:7", "/pause"))
+            requests = [("run-a:2", COLLECTIVE_RPC), ("run-b:7", "/pause"), *(("run-b:7", path) for path in OF_ONE_RUN)]
             answers.extend([await answer(guard, *request) for request in requests])
         await accepts(scope, receive, send)
 
     guard = TermGuard(receives)
     assert ask(guard, "run-a:2", UPDATE_WEIGHTS)[0] == 200
-    assert [status for status, _ in answers] == [409, 200, 200]
-    assert "the trainer of run run-a sends weights to this instance now, and this is run run-b" in str(answers[0])
-    assert ask(guard, "run-b:7", COLLECTIVE_RPC)[0] == 200, "the stream has ended"
+    assert [status for status, _ in answers] == [200, 200, *[409] * len(OF_ONE_RUN)]
+    assert "the trainer of run run-a sends weights to this instance now, and this is run run-b" in str(answers[-1])
+    assert [ask(guard, "run-b:7", path)[0] for path in OF_ONE_RUN] == [200] * len(OF_ONE_RUN), "the stream has ended"
 
 
 def test_a_stream_that_broke_is_over_for_other_runs_too() -> None:

@@ -5,10 +5,10 @@ import json
 import math
 import pickle
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -30,6 +30,7 @@ from tests.trainer.conftest import by_checkpoint_name
 from trainer.batching.packing import pack
 from trainer.checkpoint.compatibility import require_same_run
 from trainer.devices import choose_device
+from trainer.forward_backward import Pass
 from trainer.hf.weight_map import weight_map
 from trainer.model.gpt import SharedPromptGPT
 from trainer.parallel import Parallel
@@ -37,6 +38,7 @@ from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]
 GAE = {"gamma": 0.97, "gae_lambda": 0.8}
+T = TypeVar("T")
 PPO = {"name": "ppo", "kl_coef": 0.05, "kl_in": "reward", "kl_estimator": "k2"}
 FAMILIES_AND_LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3": {
@@ -480,3 +482,26 @@ def test_two_ranks_train_what_one_does(
             found |= {key: deviation(step["metrics"][key], value) for key, value in one["metrics"].items()}
             # Later steps begin with weights that Adam has moved.
             assert max(found.values()) <= 5e-5, f"{job.name}: {found}"
+
+
+def test_the_watch_of_the_device_is_told_of_each_pass_of_the_critic(
+    tiny_model: Callable[..., Path],
+    make_trainer: MakeTrainer,
+    ragged_groups: list[Group],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A window may have any number of them, and each may take as long as one."""
+    trainer = make_trainer(tiny_model("qwen3"), name="ppo", micro_batch_tokens=20)
+    told: list[str] = []
+
+    def each(parts: Iterable[T]) -> Iterator[T]:
+        for part in parts:
+            told.append("a part")
+            yield part
+
+    train = Pass.train
+    monkeypatch.setattr(trainer.device_watch, "each", each)
+    monkeypatch.setattr(Pass, "train", lambda *args: (told.append("a pass"), train(*args))[1])
+    trainer.accumulate([ragged_groups])
+    passes = [place for place, what in enumerate(told) if what == "a pass"]
+    assert len(passes) > 2 and all(told[place - 1] == "a part" for place in passes), told

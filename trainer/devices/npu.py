@@ -80,7 +80,7 @@ def require_versions() -> None:
     """
     torch_npu = _installed("torch-npu")
     torch_version = torch.__version__.split("+")[0]
-    if torch_npu.split(".post")[0] != torch_version:
+    if torch_npu.split("+")[0].split(".post")[0] != torch_version:
         raise ConfigError(
             f"torch {torch_version} and torch_npu {torch_npu} are not a pair: install the torch_npu of the same version"
         )

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Literal
 
 import aiohttp
@@ -321,12 +322,10 @@ class InstanceClient:
         await self._http.post(routes.UPDATE_WEIGHTS, inference.UpdateRequest(update_info=info), UNBOUNDED)
 
     async def finish_weight_update(self, version: WeightVersion, timeout_s: float) -> None:
-        if not self.dialect.keeps_version:
-            await self._http.post(routes.FINISH_WEIGHT_UPDATE, None, within(timeout_s))
-            await self._call_workers(routes.NOTE_VERSION_METHOD, [version], timeout_s)
-            return
-        body = inference.FinishUpdateRequest(weight_version=version)
+        body = inference.FinishUpdateRequest(weight_version=version) if self.dialect.keeps_version else None
         await self._http.post(routes.FINISH_WEIGHT_UPDATE, body, within(timeout_s))
+        if body is None:
+            await self._call_workers(routes.NOTE_VERSION_METHOD, [version], timeout_s)
 
     async def weight_fingerprints(self, timeout_s: float) -> list[str]:
         """The fingerprint of what each worker last received; see `async_rl.shared.weights.fingerprint.Fingerprint`."""
@@ -354,20 +353,24 @@ class InstanceClient:
 
     async def nccl_versions(self, timeout_s: float) -> list[str]:
         """NCCL and torch of each worker; empty if its server has no such method, which older ones have not."""
-        try:
-            return await self._call_workers(routes.NCCL_METHOD, [], timeout_s)
-        except InstanceRefused:
-            return []
+        return await self._call_workers_that_can(routes.NCCL_METHOD, timeout_s)
 
     async def engine_options(self, timeout_s: float) -> str:
         """The engine's start options that decide how it loads weights, if its workers report them, and their number."""
         if self.dialect.holds_what_it_received:
             return "1 worker"
-        try:
-            options = await self._call_workers(routes.OPTIONS_METHOD, [], timeout_s)
-        except InstanceRefused:
+        if not (options := await self._call_workers_that_can(routes.OPTIONS_METHOD, timeout_s)):
             return f"{await self.world_size(timeout_s)} workers"
         return f"{len(options)} workers of {', '.join(sorted(set(options)))}"
+
+    async def _call_workers_that_can(self, method: str, timeout_s: float) -> list[str]:
+        """Empty if its server refuses the method; not if it refuses this trainer, since another one has it."""
+        try:
+            return await self._call_workers(method, [], timeout_s)
+        except InstanceRefused as error:
+            if error.status == HTTPStatus.CONFLICT:
+                raise
+            return []
 
     async def _call_workers(self, method: str, args: list[str], timeout_s: float) -> list[str]:
         """One result per worker of the instance."""

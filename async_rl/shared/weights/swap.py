@@ -80,14 +80,21 @@ class Swap:
         """Allocates the memory on the device and starts copying, without waiting.
 
         Raises:
-            torch.OutOfMemoryError: there is no room.
+            torch.OutOfMemoryError: there is no room; what was allocated is given back.
         """
         if not self.is_away:
             return
         # Allocated on the computing stream: memory freed there may be reused only after its pending work.
-        for key, whole in self._whole.items():
-            if whole.untyped_storage().nbytes() == 0:
-                whole.untyped_storage().resize_(self._sizes[key])
+        allocated: list[torch.UntypedStorage] = []
+        try:
+            for key, whole in self._whole.items():
+                if (storage := whole.untyped_storage()).nbytes() == 0:
+                    storage.resize_(self._sizes[key])
+                    allocated.append(storage)
+        except RuntimeError:
+            for storage in allocated:
+                storage.resize_(0)
+            raise
         with self._copying():
             for key, host in self._on_host.items():
                 self._whole[key].copy_(host, non_blocking=True)

@@ -234,6 +234,7 @@ def test_a_driver_too_old_for_torch_is_a_warning(
     [
         ("2.7.1.post4", "2.7.1", False),
         ("2.7.1.post4", "2.7.1+cpu", False),
+        ("2.7.1+git5c1f6a8", "2.7.1+cpu", False),
         ("2.10.0.post2", "2.7.1", True),
         (None, "2.7.1", False),
     ],
@@ -250,6 +251,14 @@ def test_a_torch_npu_of_another_torch_is_a_fault(
         finding = found["torch build"]
         assert finding.state == "fault" and finding.remedy == "pip install torch-npu==2.7.1"
         assert finding.found == "torch 2.7.1 and torch_npu 2.10.0.post2 are no pair"
+        for device, state in (("npu", "fault"), ("cpu", "note")):
+            config = config_of(trainer={"device": device})
+            assert by_name(find_device_facts(config, {}, lambda _: "", tmp_path))["torch build"].state == state
+
+
+def test_a_line_of_the_tool_that_names_no_gpu_is_none(tmp_path: Path) -> None:
+    said = "Unable to determine the device handle for GPU 0000:00:1E.0: Unknown Error\n"
+    assert "devices" in by_name(find_device_facts(None, {}, lambda _: said, tmp_path))
 
 
 @pytest.mark.parametrize(

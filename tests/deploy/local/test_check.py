@@ -406,10 +406,22 @@ def test_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
 
 
 def test_the_smallest_device_counts_and_a_silent_tool_is_unknown() -> None:
-    assert device_memory("cuda", lambda _: "81559\n40960\n") == 40_960 * 2**20
-    assert device_memory("cuda", lambda _: "") is None
-    assert device_memory("npu", lambda _: "  HBM Capacity(MB)    : 65536\n") == 65_536 * 2**20
-    assert device_memory("cpu", lambda _: "1") is None
+    assert device_memory("cuda", ("0", "1"), lambda _: "81559\n40960\n") == 40_960 * 2**20
+    assert device_memory("cuda", ("0",), lambda _: "") is None
+    assert device_memory("cpu", (), lambda _: "1") is None
+
+
+def test_only_the_memory_of_the_devices_that_are_named_counts() -> None:
+    asked: list[str] = []
+
+    def run(command: list[str]) -> str:
+        asked.append(command[command.index("-i") + 1])
+        return "81559\n" if command[0] == "nvidia-smi" else f"  HBM Capacity(MB)    : {65536 - int(asked[-1])}\n"
+
+    assert device_memory("cuda", ("1", "GPU-8a"), run) == 81_559 * 2**20
+    assert device_memory("npu", ("3", "5"), run) == (65_536 - 5) * 2**20
+    assert asked == ["1,GPU-8a", "3", "5"]
+    assert device_memory("cuda", ("MIG-1",), run) is None, "the tool would say that of the whole GPU"
 
 
 @pytest.mark.distributed

@@ -29,6 +29,10 @@ def cuda(environment: Mapping[str, str], smi: str = FOUR_GPUS, torch: str = "") 
         ("1,-1,2", ("1",)),
         ("0,9,1", ("0",)),
         ("GPU-2,MIG-0", ("GPU-2", "MIG-0")),
+        ("03,GPU-1", ("03", "GPU-1")),
+        ("GPU-9,0", ()),
+        ("GPU-", ()),
+        *((word, ()) for word in ("NoDevFiles", "none", "all", "0-1", "1 0", "1;0", "0x1", "+1", "\u0661")),
     ],
 )
 def test_an_outer_restriction_is_kept_as_cuda_reads_it(visible: str | None, expected: tuple[str, ...]) -> None:
@@ -38,6 +42,8 @@ def test_an_outer_restriction_is_kept_as_cuda_reads_it(visible: str | None, expe
 def test_torch_is_asked_where_the_driver_has_no_tool() -> None:
     assert cuda({}, smi="", torch="2\n") == ("0", "1")
     assert cuda({}, smi="", torch="") == ()
+    assert cuda({"CUDA_VISIBLE_DEVICES": "GPU-a"}, smi="", torch="2") == ("GPU-a",)
+    assert cuda({"CUDA_VISIBLE_DEVICES": "GPU-a"}, smi="", torch="") == ()
 
 
 def test_npus_are_counted_by_their_device_files(tmp_path: Path) -> None:
@@ -45,12 +51,14 @@ def test_npus_are_counted_by_their_device_files(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert find_devices("npu", {}, dev=tmp_path) == ("0", "1", "2")
     assert find_devices("npu", {"ASCEND_RT_VISIBLE_DEVICES": "1"}, dev=tmp_path) == ("1",)
+    assert find_devices("npu", {"ASCEND_RT_VISIBLE_DEVICES": "1,GPU-0"}, dev=tmp_path) == ("1",)
 
 
 def test_a_cpu_has_none_and_nothing_is_asked() -> None:
     assert find_devices("cpu", {"CUDA_VISIBLE_DEVICES": "0"}, run=lambda command: pytest.fail(str(command))) == ()
 
 
-def test_a_device_named_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is '1,1', which names a device twice"):
-        cuda({"CUDA_VISIBLE_DEVICES": "1,1"})
+@pytest.mark.parametrize("visible", ["1,1", "1,01", "1,GPU-1", "GPU-1,GPU-1", "MIG-0,MIG-0"])
+def test_a_device_named_twice_is_refused(visible: str) -> None:
+    with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES is '{visible}', which names a device twice"):
+        cuda({"CUDA_VISIBLE_DEVICES": visible})

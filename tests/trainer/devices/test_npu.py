@@ -94,8 +94,9 @@ def test_torch_npu_of_another_torch_is_refused(installed: Callable[..., None]) -
         npu.require_versions()
 
 
-def test_megatron_of_another_series_is_refused(installed: Callable[..., None]) -> None:
-    pair = {"torch-npu": torch.__version__.split("+")[0] + ".post2"}
+@pytest.mark.parametrize("suffix", [".post2", "+git5c1f6a8"])
+def test_megatron_of_another_series_is_refused(suffix: str, installed: Callable[..., None]) -> None:
+    pair = {"torch-npu": torch.__version__.split("+")[0] + suffix}
     installed(**pair, **{"megatron-core": "0.17.1"})
     with pytest.raises(ConfigError, match=r"megatron-core is 0\.17\.1"):
         npu.require_versions()

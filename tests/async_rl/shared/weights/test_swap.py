@@ -1,5 +1,6 @@
 """Tensors that leave their device keep their values and their views; on a CPU, where memory leaves all the same."""
 
+import pytest
 import torch
 
 from async_rl.shared.weights.swap import Swap, on_host
@@ -76,3 +77,17 @@ def test_an_ended_swap_is_forgotten() -> None:
     assert on_host(tensor) is not tensor
     del swap
     assert on_host(tensor) is tensor
+
+
+def test_where_there_is_no_room_for_all_what_was_taken_is_given_back() -> None:
+    first, second = torch.arange(3.0), torch.arange(4.0)
+    swap = Swap([first, second])
+    swap.to_host()
+    whole_sizes = swap._sizes
+    swap._sizes = {key: size if size == 12 else 2**60 for key, size in whole_sizes.items()}
+    with pytest.raises(RuntimeError):
+        swap.prefetch()
+    assert swap.is_away and sizes(first, second) == [0, 0]
+    swap._sizes = whole_sizes
+    swap.prefetch()
+    assert first.tolist() == [0, 1, 2] and second.tolist() == [0, 1, 2, 3]
