@@ -115,8 +115,11 @@ def _of_ropes(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, 
     elif any(not isinstance(rope or {}, Mapping) for rope in (*by_kind.values(), config.get("rope_scaling"))):
         yield "rope_parameters of other values", f"{FULL!r} and {SLIDING!r}, each with its own"
     else:
-        yield from _of_rope(config, traits, *rope_of(config, traits))
-        yield from _of_rope(config, traits, "rope_parameters", local_rope(config, traits))
+        for name, rope in (rope_of(config, traits), ("rope_parameters", local_rope(config, traits))):
+            yield from _of_rope(config, traits, name, rope)
+            if rope.get("truncate", True) is not True:
+                # transformers looks for it beside the kinds of layers, where it is none of its keys.
+                yield f"{name} with truncate {rope['truncate']!r}", "true, or no such key"
 
 
 def _of_rope(config: Mapping[str, Any], traits: Family, name: str, rope: Any) -> Iterator[tuple[str, str]]:

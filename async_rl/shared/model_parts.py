@@ -160,21 +160,26 @@ def flag(named: str, key: str, config: Mapping[str, Any], *, default: bool = Fal
     return value
 
 
-def read_rope(config: Mapping[str, Any], rope: Mapping[str, Any], named: str) -> Rope | None:
+def read_rope(config: Mapping[str, Any], traits: Family, rope: Mapping[str, Any], named: str) -> Rope | None:
     kind = str(rope_type(rope))
     if kind == "default":
         return None
     needed, possible = ROPE_KINDS[kind]
     given = {key: rope[key] for key in (*needed, *possible) if rope.get(key) is not None}
     if ORIGINAL in possible:
-        # A config may have it beside these, and that one counts.
-        originals = (config.get(ORIGINAL), given.get(ORIGINAL), config.get("max_position_embeddings"))
+        # A config may have it beside these, and that one counts, unless kinds of layers have parameters of their own.
+        beside = config if traits.local_theta is None else {}
+        if beside.get(ORIGINAL, 1) is None:
+            raise damaged(named, ORIGINAL, None, "a number above 0, or no such key")
+        originals = (beside.get(ORIGINAL), given.get(ORIGINAL), config.get("max_position_embeddings"))
         given[ORIGINAL] = next((each for each in originals if each is not None), None)
     for key in (key for key in (*needed, *possible) if key in needed or key in given):
         if key == "truncate":
             flag(named, key, given)
         else:
             positive(named, key, given.get(key))
+    if kind == "yarn" and rope.get("rope_theta", config.get("rope_theta")) == 1:
+        raise damaged(named, "rope_theta", 1, "a number above 1")
     if kind == "llama3" and given["low_freq_factor"] >= given["high_freq_factor"]:
         raise damaged(named, "low_freq_factor", given["low_freq_factor"], "less than its high_freq_factor")
     return Rope(kind, tuple(sorted(given.items())))
@@ -194,7 +199,7 @@ def read_local_rope(config: Mapping[str, Any], traits: Family, named: str) -> tu
     if traits.local_theta is None:
         return None
     rope = local_rope(config, traits)
-    return positive(named, "rope_theta", rope["rope_theta"]), read_rope(config, rope, named)
+    return positive(named, "rope_theta", rope["rope_theta"]), read_rope(config, traits, rope, named)
 
 
 def read_latents(config: Mapping[str, Any], size: Callable[..., int], named: str) -> Latents:
@@ -313,9 +318,10 @@ def require_pairs(num_rotated: int, latents: Latents | None, named: str) -> None
         )
 
 
-def read_query_scaling(rope: Mapping[str, Any], named: str) -> tuple[float, float]:
+def read_query_scaling(given: Mapping[str, Any], rope: Rope | None, named: str) -> tuple[float, float]:
     """(b, n) of `ModelShape.query_scaling`."""
-    return positive(named, QUERY_BETA, rope[QUERY_BETA]), positive(named, ORIGINAL, rope[ORIGINAL])
+    original = dict(rope.parameters if rope else ()).get(ORIGINAL, given[ORIGINAL])
+    return positive(named, QUERY_BETA, given[QUERY_BETA]), positive(named, ORIGINAL, original)
 
 
 def read_added_features(config: Mapping[str, Any], traits: Family, named: str) -> frozenset[str]:

@@ -136,7 +136,7 @@ class ModelShape:
             vocab_size=size("vocab_size"),
             norm_eps=positive(named, "rms_norm_eps", config.get("rms_norm_eps", traits.norm_eps)),
             rope_theta=positive(named, "rope_theta", rope.get("rope_theta", config.get("rope_theta", traits.theta))),
-            rope=read_rope(config, rope, named),
+            rope=(scaled := read_rope(config, traits, rope, named)),
             tied=flag(named, "tie_word_embeddings", config, default=traits.tied),
             experts=experts,
             latents=latents,
@@ -149,7 +149,7 @@ class ModelShape:
             local_rope=read_local_rope(config, traits, named),
             added_features=read_added_features(config, traits, named),
             multipliers=read_multipliers(config, traits, hidden, named),
-            query_scaling=read_query_scaling(rope, named) if traits.scales_queries else None,
+            query_scaling=read_query_scaling(rope, scaled, named) if traits.scales_queries else None,
         )
 
     def as_critic(self) -> "ModelShape":

@@ -94,8 +94,12 @@ def make_trainer(parallel: Parallel) -> Callable[..., MegatronTrainer]:
 
 @pytest.fixture(scope="session")
 def ragged_groups() -> list[Group]:
-    """Five ragged groups and one whose rewards are all equal; fresh tokens in every session."""
-    rng = random.Random(fresh_seed())
+    """Fresh tokens in every session."""
+    return draw_ragged_groups(random.Random(fresh_seed()))
+
+
+def draw_ragged_groups(rng: random.Random) -> list[Group]:
+    """Five ragged groups and one whose rewards are all equal."""
     groups = [
         random_group(i, prompt_len, lens, rng, VOCAB_SIZE, [rng.choice((0.0, 0.5, 1.0)) for _ in lens])
         for i, (prompt_len, lens) in enumerate(RAGGED)

@@ -29,6 +29,9 @@ from trainer.parallel import Parallel
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
 LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SLOW = {**YARN, "rope_theta": 100.0, "original_max_position_embeddings": 32}
+"""With so small a base each of its parameters changes frequencies of few dimensions."""
+DEFAULT = {"rope_type": "default", "rope_theta": 77.0}
 
 OTHERS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("gelu", "relu", "swish"),
@@ -39,6 +42,10 @@ OTHERS: dict[str, tuple[Any, ...]] = {
         YARN,
         {**YARN, "attention_factor": 0.7, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False},
         {**YARN, "mscale": 1.5, "mscale_all_dim": 0.8},
+        SLOW,
+        {**SLOW, "truncate": False},
+        {"full_attention": SLOW, "sliding_attention": DEFAULT},
+        {"full_attention": {**SLOW, "truncate": False}, "sliding_attention": DEFAULT},
         {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
         {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
         {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -53,6 +60,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
         ["full_attention", "linear_attention"],
         ["linear_attention"] * 2,
     ),
+    "original_max_position_embeddings": (128, None),
     "sliding_window": (1, 3, None),
     "use_sliding_window": (True,),
     "mlp_only_layers": ([1],),
@@ -99,7 +107,7 @@ def flips() -> Iterator[Any]:
     """Those that a family before it has, too, are left to the night; first are the families with keys of their own."""
     met: set[str] = set()
     for family in ("qwen3_moe", "qwen2", *(family for family in FAMILIES if family not in ("qwen3_moe", "qwen2"))):
-        for key, value in tiny_config(family).items():
+        for key, value in (tiny_config(family) | {"original_max_position_embeddings": None}).items():
             for other in () if key in NO_MODEL else others_of(key, value):
                 flip = f"{key}-{other}"
                 marks = [pytest.mark.nightly] if flip in met else []
@@ -163,6 +171,9 @@ def test_a_flipped_key_is_held_or_refused_by_name(
     path = Path(shutil.copytree(start, tmp_path / "model"))
     # A family without windows refuses what switches them on.
     needed = WITH.get(key, {}) if TABLE[family].windows is not None or key != "layer_types" else {}
+    if key == "original_max_position_embeddings":
+        by_kind = {"full_attention": SLOW, "sliding_attention": DEFAULT}
+        needed = {"rope_parameters": SLOW if TABLE[family].local_theta is None else by_kind}
     config = json.loads((path / "config.json").read_text()) | needed | {key: other}
     if key == "num_hidden_layers":
         for by_layer in ("layer_types", "no_rope_layers"):
