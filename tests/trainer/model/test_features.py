@@ -172,8 +172,9 @@ def test_a_flipped_key_is_held_or_refused_by_name(
     # A family without windows refuses what switches them on.
     needed = WITH.get(key, {}) if TABLE[family].windows is not None or key != "layer_types" else {}
     if key == "original_max_position_embeddings":
-        by_kind = {"full_attention": SLOW, "sliding_attention": DEFAULT}
-        needed = {"rope_parameters": SLOW if TABLE[family].local_theta is None else by_kind}
+        rope = {**SLOW, **({"llama_4_scaling_beta": 0.1} if TABLE[family].scales_queries else {})}
+        by_kind = {"full_attention": rope, "sliding_attention": DEFAULT}
+        needed = {"rope_parameters": rope if TABLE[family].local_theta is None else by_kind}
     config = json.loads((path / "config.json").read_text()) | needed | {key: other}
     if key == "num_hidden_layers":
         for by_layer in ("layer_types", "no_rope_layers"):
