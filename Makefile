@@ -51,10 +51,9 @@ test-fast: $(READY)
 	$(BIN)/python -m pytest -m "$(FAST)" $(WORKERS) $(ARGS)
 
 # Everything that needs no accelerator, with covers in place of the whole matrix of layouts: hours. Each test of the night
-# keeps both cores busy for most of its time, so three run at once. What runs in other environments follows, and has its
-# own targets.
+# keeps both cores busy, so two run at once. What runs in other environments follows, and has its own targets.
 test-all: test
-	$(BIN)/python -m pytest -m "$(NIGHT)" $(WORKERS) --numprocesses 3 $(ARGS)
+	$(BIN)/python -m pytest -m "$(NIGHT)" $(WORKERS) --numprocesses 2 $(ARGS)
 	$(MAKE) test-vllm VLLM=vllm
 	$(MAKE) test-agents test-trackers test-peers
 
