@@ -11,11 +11,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from async_rl.checks.preflight.model import CHECKPOINT_FILES
+from async_rl.checks.preflight.weight_files import INDEX_FILE, SINGLE_FILE, stored_tensors
 from async_rl.shared.files import replace_directory, write_failed
 from async_rl.shared.weights.stream import buckets
 from trainer.hf.weight_export import WeightExport
 from trainer.hf.weight_map import constants
-from trainer.hf.weights import INDEX_FILE, SINGLE_FILE
 from trainer.model.gpt import RankModel
 
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
@@ -72,10 +72,11 @@ def _write_files(export: WeightExport, source: Path, directory: Path, max_shard_
 def _constants(export: WeightExport, source: Path) -> dict[str, torch.Tensor]:
     """What training does not change, which is not in the stream of weights."""
     names = {name for entry in constants(export.shape) for name in entry.hf_shapes}
+    stored = stored_tensors(source) if names else {}
     found: dict[str, torch.Tensor] = {}
-    for file in sorted(source.glob("*.safetensors")) if names else ():
-        with safe_open(file, framework="pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys() if name in names}  # noqa: SIM118
+    for name in sorted(names):
+        with safe_open(stored[name].file, framework="pt") as opened:
+            found[name] = opened.get_tensor(name)
     return found
 
 

@@ -13,13 +13,8 @@ from typing import Any
 
 import torch
 
-from async_rl.errors import ConfigError
+from async_rl.checks.preflight.weight_dtypes import MXFP4_BLOCKS, MXFP4_GROUP, MXFP4_SCALES
 
-BLOCKS, SCALES = "_blocks", "_scales"
-"""What follows the name of a weight in those of its values, uint8 [E, O, G, 16], and of their scales, uint8 [E, O, G].
-"""
-
-GROUP = 32
 EXPONENT_OFFSET = 127
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))
@@ -35,7 +30,7 @@ class Mxfp4Slice:
 
     def get_shape(self) -> list[int]:
         num_experts, outputs, groups, _ = self.blocks.get_shape()
-        return [num_experts, groups * GROUP, outputs]
+        return [num_experts, groups * MXFP4_GROUP, outputs]
 
     def __getitem__(self, at: tuple[slice, ...]) -> torch.Tensor:
         """The part; one expert after the other is dequantized."""
@@ -59,32 +54,13 @@ class Mxfp4File:
     scales: Any
 
     def get_slice(self, name: str) -> Mxfp4Slice:
-        return Mxfp4Slice(self.blocks.get_slice(name + BLOCKS), self.scales.get_slice(name + SCALES))
+        return Mxfp4Slice(self.blocks.get_slice(name + MXFP4_BLOCKS), self.scales.get_slice(name + MXFP4_SCALES))
 
 
-def with_mxfp4(files: Mapping[str, Any], named: str) -> dict[str, Any]:
-    """Tensor name -> open file, where each weight in MXFP4 has its own name in place of those of blocks and scales.
-
-    Args:
-        named: the checkpoint in messages.
-
-    Raises:
-        ConfigError: blocks and scales do not belong together.
-    """
+def with_mxfp4(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensor name -> open file, where each weight in MXFP4 has its own name in place of those of blocks and scales,
+    which belong together (`preflight.weight_dtypes`)."""
     found = dict(files)
-    for name in [name for name in files if name.endswith(BLOCKS)]:
-        weight = name.removesuffix(BLOCKS)
-        blocks, scales = found.pop(name), found.pop(weight + SCALES, None)
-        shapes = [
-            tuple(file.get_slice(weight + end).get_shape())
-            for file, end in ((blocks, BLOCKS), (scales, SCALES))
-            if file is not None
-        ]
-        of_scales, per_group = shapes[0][:-1], GROUP // 2
-        if shapes != [(*of_scales, per_group), of_scales] or len(of_scales) != 3:
-            raise ConfigError(
-                f"{named} has {name!r} of shape {list(shapes[0])} and scales of {list(map(list, shapes[1:]))}: "
-                f"expected [experts, outputs, groups, {per_group}] and one of the first three; download it again"
-            )
-        found[weight] = Mxfp4File(blocks, scales)
+    for weight in [name.removesuffix(MXFP4_BLOCKS) for name in files if name.endswith(MXFP4_BLOCKS)]:
+        found[weight] = Mxfp4File(found.pop(weight + MXFP4_BLOCKS), found.pop(weight + MXFP4_SCALES))
     return found

@@ -1,7 +1,7 @@
 """Loads a Hugging Face checkpoint into a rank's part of a model, one Megatron tensor at a time."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from async_rl.checks.preflight.weight_files import HEAD, is_predictor, require_tied_head, stored_tensors
+from async_rl.checks.preflight.weight_dtypes import FP8_SCALES, require_dtypes
+from async_rl.checks.preflight.weight_files import (
+    HEAD,
+    StoredTensor,
+    is_predictor,
+    require_tied_head,
+    stored_tensors,
+)
 from async_rl.errors import ConfigError
 from async_rl.shared.model_limits import fp8_block, is_mxfp4
 from async_rl.shared.model_shape import ModelShape
@@ -21,14 +28,8 @@ from trainer.hf.weight_map import VALUE_HEAD, Layout, WeightEntry, constants, ti
 from trainer.model.adapters import base_parameters
 from trainer.model.gpt import RankModel
 
-SCALES = "_scale_inv"
-"""What follows the name of a tensor in fp8 in that of its scales."""
-
 STACKED_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Tensors that have the matrices of all experts of a layer, and what each has of an expert."""
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
 
 def load_hf_weights(model: RankModel, checkpoint: Path) -> None:
@@ -38,8 +39,8 @@ def load_hf_weights(model: RankModel, checkpoint: Path) -> None:
     the checkpoint does not have stays as it is.
 
     Raises:
-        ConfigError: a tensor is missing, has another shape, or is not part of the architecture; nothing is loaded then,
-            as all names and shapes of the checkpoint are compared first.
+        ConfigError: as `stored_tensors` and `require_dtypes`; or a tensor is missing, has another shape, or is not part
+            of the architecture. Nothing is loaded then, as all names and shapes are compared first.
     """
     parallel = model.parallel
     layout = Layout.of(parallel)
@@ -51,11 +52,12 @@ def load_hf_weights(model: RankModel, checkpoint: Path) -> None:
     assert {entry.megatron_name for entry in own} == set(parameters), (
         f"the weight map misses {set(parameters) ^ {entry.megatron_name for entry in own}}"
     )
+    tensors, config = stored_tensors(checkpoint), json.loads((checkpoint / "config.json").read_text())
+    require_dtypes(f"checkpoint {str(checkpoint)!r}", config, tensors)
     with ExitStack() as stack:
-        files = _open_tensors(checkpoint, stack)
-        config = json.loads((checkpoint / "config.json").read_text())
+        files = _open_tensors(tensors, stack)
         if is_mxfp4(config):
-            files = with_mxfp4(files, f"checkpoint {str(checkpoint)!r}")
+            files = with_mxfp4(files)
         files = _by_expert(files, {name for entry in entries for name in entry.hf_shapes})
         if model.shape.gives_values and VALUE_HEAD not in files:
             entries, own = ([entry for entry in some if VALUE_HEAD not in entry.hf_shapes] for some in (entries, own))
@@ -63,7 +65,7 @@ def load_hf_weights(model: RankModel, checkpoint: Path) -> None:
         _check_names_and_shapes(checkpoint, [*entries, *kept], files, model.shape, ignores_head=ignores_head)
         block = fp8_block(config)
         if model.shape.tied and HEAD in files:
-            require_tied_head(f"checkpoint {str(checkpoint)!r}", stored_tensors(checkpoint))
+            require_tied_head(f"checkpoint {str(checkpoint)!r}", tensors)
         with torch.no_grad():
             for entry in (entry.on(parallel.tp_rank) for entry in own):
                 shards = entry.shards(*entry.share_of(parallel))
@@ -85,9 +87,9 @@ def read_part(files: dict[str, Any], name: str, block: tuple[int, int] | None, a
     """A part of a stored tensor; of one in fp8 the values, each times the scale of its `block` of rows and columns."""
     stored = files[name].get_slice(name)
     part: torch.Tensor = stored[at]
-    if block is None or name + SCALES not in files:
+    if block is None or name + FP8_SCALES not in files:
         return part
-    scales = files[name + SCALES].get_tensor(name + SCALES).float()
+    scales = files[name + FP8_SCALES].get_tensor(name + FP8_SCALES).float()
     rows, columns = (
         torch.arange(size)[own] // length for size, own, length in zip(stored.get_shape(), at, block, strict=True)
     )
@@ -95,25 +97,15 @@ def read_part(files: dict[str, Any], name: str, block: tuple[int, int] | None, a
     return values
 
 
-def _open_tensors(checkpoint: Path, stack: ExitStack) -> dict[str, Any]:
+def _open_tensors(tensors: Mapping[str, StoredTensor], stack: ExitStack) -> dict[str, Any]:
     """Tensor name -> the open file that contains it; the files stay open as long as `stack`."""
-    if (checkpoint / INDEX_FILE).is_file():
-        names = sorted(set(json.loads((checkpoint / INDEX_FILE).read_text())["weight_map"].values()))
-    else:
-        names = [SINGLE_FILE]
-    missing = [name for name in names if not (checkpoint / name).is_file()]
-    if missing:
-        raise ConfigError(f"checkpoint {str(checkpoint)!r} has no {missing[0]}: expected weights as safetensors")
-    opened: dict[str, Any] = {}
-    for name in names:
+    opened: dict[Path, Any] = {}
+    for path in {tensor.file for tensor in tensors.values()}:
         try:
-            file = stack.enter_context(safe_open(checkpoint / name, framework="pt"))
+            opened[path] = stack.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
-            raise ConfigError(
-                f"checkpoint {str(checkpoint)!r}: {name} is damaged, or was copied only in part: {error}; copy it again"
-            ) from error
-        opened.update(dict.fromkeys(file.keys(), file))
-    return opened
+            raise ConfigError(f"{str(path)!r} cannot be read as safetensors ({error}): download it again") from error
+    return {name: opened[tensor.file] for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +162,8 @@ def _check_names_and_shapes(
     for name in files:
         # Older checkpoints may also contain a copy of the tied head, and rotary frequencies, which the config
         # determines.
-        known = name.removesuffix(SCALES) in expected or (ignores_head and name == HEAD)
-        if not (known or name.endswith("rotary_emb.inv_freq") or is_predictor(name, shape)):
+        known = name.removesuffix(FP8_SCALES) in expected or (ignores_head and name == HEAD)
+        if not (known or name.endswith("rotary_emb.inv_freq") or is_predictor(name, shape, files)):
             raise ConfigError(
                 f"checkpoint {str(checkpoint)!r} has the tensor {name!r}, which the trainer has no place for: "
                 "its architecture has a feature that is not supported"

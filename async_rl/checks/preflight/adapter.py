@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from async_rl.checks.preflight.adapter_sizes import ATTENTION, linear_sizes, targeted
 from async_rl.checks.preflight.model import CRITIC, ModelFiles
-from async_rl.checks.preflight.weight_files import LAYERS, metadata_of, stored_tensors, tensors_of, weights_sample
+from async_rl.checks.preflight.weight_files import LAYERS, metadata_of, tensors_of, weights_sample
 from async_rl.config.adapter_section import ALL_LINEAR, MAX_LORA_RANK, AdapterSection, Target
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
@@ -230,7 +230,7 @@ def _faults_of_base(path: Path, files: ModelFiles) -> Iterator[str]:
 def _sample_if_there(base: Path) -> str | None:
     """`weights_sample` of a directory that this host may have under that name, or that this user may not read."""
     try:
-        return weights_sample(base) if stored_tensors(base) else None
+        return weights_sample(base)
     except (OSError, ValueError, ConfigError):
         return None
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.checks.preflight.layout import require_layout
+from async_rl.checks.preflight.weight_dtypes import require_dtypes
 from async_rl.checks.preflight.weight_files import (
     HEAD,
     require_kinds,
@@ -132,15 +133,14 @@ class ModelFiles:
         )
 
     def without_weights(self) -> ConfigError | None:
-        """What to say if its directory has no weights."""
+        """What to say if its directory has no weights, or not all."""
         if self.directory is None:
             return None
         try:
-            if stored_tensors(self.directory):
-                return None
+            stored_tensors(self.directory)
         except ConfigError as error:
-            return ConfigError(f"{self.named}: {error}")
-        return ConfigError(f"{self.named} has no *.safetensors: save its weights as safetensors (save_pretrained)")
+            return ConfigError(f"{self.setting} {error}")
+        return None
 
     @property
     def shape(self) -> ModelShape:
@@ -266,6 +266,7 @@ def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path
         raise ConfigError(
             f"{named} has its tensors under {IMAGES_PREFIX!r}, as a part of a model with images: {SAVE_TEXT}"
         )
+    require_dtypes(named, files.config, tensors)
     require_sizes(named, shape, tensors)
     require_kinds(named, shape, tensors)
     require_layer_sizes(named, shape, tensors)

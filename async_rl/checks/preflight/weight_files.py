@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,12 @@ from async_rl.shared.model_shape import ModelShape
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LAYERS = "model.layers."
+
+OF_PREDICTORS = ("eh_proj", "enorm", "hnorm")
+"""What only layers for multi-token prediction have: they read the next token's embedding beside a hidden state."""
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
 
 MAX_HEADER_BYTES = 100 * 2**20
 """The limit of the format."""
@@ -48,15 +54,70 @@ class StoredTensor:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors of a directory's safetensors files.
+    """All tensors of a checkpoint: those of the files that its index names, or of its one file; others do not count.
 
     Raises:
-        ConfigError: one is empty, or no such file.
+        ConfigError: no such files, both forms of them, a damaged one, or an index of other tensors than they have; it
+            begins with the name of the directory or the file.
     """
+    places, named = _index_of(directory / INDEX_FILE), repr(str(directory))
     tensors: dict[str, StoredTensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        tensors |= tensors_of(file)
+    for file in _files_of(directory, places):
+        found = tensors_of(file)
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise ConfigError(
+                f"{named} has {twice[0]!r} in {tensors[twice[0]].file.name} and in {file.name}: programs differ in "
+                "which they read; download it again"
+            )
+        tensors |= found
+    for name, place in places.items():
+        if name not in tensors or tensors[name].file != directory / place:
+            raise ConfigError(f"{named} has no {name!r} in {place}, where its {INDEX_FILE} has it: download it again")
+    if not tensors:
+        raise ConfigError(f"{named} has no tensors in its {SINGLE_FILE}: save it again (save_pretrained)")
     return tensors
+
+
+def _files_of(directory: Path, places: Mapping[str, str]) -> list[Path]:
+    """Those with a checkpoint's weights; `places` is its index, or empty. Raises as `stored_tensors`."""
+    files = sorted({directory / place for place in places.values()}) or [directory / SINGLE_FILE]
+    single, named = directory / SINGLE_FILE, repr(str(directory))
+    if single.is_file() and files != [single]:
+        raise ConfigError(
+            f"{named} has both {SINGLE_FILE} and {INDEX_FILE}, which names other files, and programs differ in which "
+            "they read: remove the one whose weights are not meant"
+        )
+    missing = next((file.name for file in files if not file.is_file()), None)
+    if missing and places:
+        raise ConfigError(f"{named} has no {missing}, which its {INDEX_FILE} names: download it again")
+    if missing and (others := sorted(directory.glob("*.safetensors"))):
+        raise ConfigError(
+            f"{named} has {others[0].name}, but neither {SINGLE_FILE} nor {INDEX_FILE}, which says what belongs to the "
+            "weights: download it again"
+        )
+    if missing:
+        raise ConfigError(f"{named} has no *.safetensors: save its weights as safetensors (save_pretrained)")
+    return files
+
+
+def _index_of(file: Path) -> dict[str, str]:
+    """Name of a tensor -> that of the file which has it, by an index; {} without one.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        places = json.loads(file.read_bytes())["weight_map"]
+        if not places or not all(isinstance(place, str) for place in places.values()):
+            raise ValueError("no file for each tensor")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{str(file)!r} cannot be read as an index: expected a weight_map with the file of each tensor; download "
+            "it again"
+        ) from error
+    return dict(places)
 
 
 def tensors_of(file: Path) -> dict[str, StoredTensor]:
@@ -88,13 +149,15 @@ def weights_sample(directory: Path) -> str:
     return sample.hexdigest()
 
 
-def is_predictor(name: str, shape: ModelShape) -> bool:
+def is_predictor(name: str, shape: ModelShape, names: Container[str]) -> bool:
     """Whether a tensor is one of a layer for multi-token prediction, which are stored behind the model's layers, or
-    apart from them beside gated delta nets."""
+    apart from them beside gated delta nets; `names` are those of all tensors."""
     if shape.delta is not None and name.startswith("mtp."):
         return True
     number = name.removeprefix(LAYERS).partition(".")[0] if name.startswith(LAYERS) else ""
-    return number.isdecimal() and shape.num_layers <= int(number) < shape.num_layers + shape.num_predictors
+    if not number.isdecimal() or not shape.num_layers <= int(number) < shape.num_layers + shape.num_predictors:
+        return False
+    return any(f"{LAYERS}{number}.{part}.weight" in names for part in OF_PREDICTORS)
 
 
 def require_sizes(named: str, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> None:
@@ -107,7 +170,7 @@ def require_sizes(named: str, shape: ModelShape, tensors: Mapping[str, StoredTen
     numbers = [
         name.removeprefix(LAYERS).partition(".")[0]
         for name in tensors
-        if name.startswith(LAYERS) and not is_predictor(name, shape)
+        if name.startswith(LAYERS) and not is_predictor(name, shape, tensors)
     ]
     stored = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
     if stored and stored != num_layers:
@@ -233,6 +296,6 @@ def _read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         for name, each in header.items()
     }
     needed = max((each.end for each in found.values()), default=8 + size)
-    if file.stat().st_size < needed:
-        raise ValueError(f"{needed} bytes are needed")
+    if file.stat().st_size != needed:
+        raise ValueError(f"expected {needed} bytes")
     return found, metadata
