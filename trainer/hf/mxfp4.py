@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from async_rl.checks.preflight.weight_dtypes import MXFP4_BLOCKS, MXFP4_GROUP, MXFP4_SCALES
+from async_rl.checks.preflight.weight_dtypes import MXFP4_GROUP
+from async_rl.checks.preflight.weight_files import MXFP4_BLOCKS, MXFP4_SCALES
 
 EXPONENT_OFFSET = 127
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

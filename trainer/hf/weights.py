@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from async_rl.checks.preflight.weight_dtypes import FP8_SCALES, require_dtypes
+from async_rl.checks.preflight.weight_dtypes import require_dtypes
 from async_rl.checks.preflight.weight_files import (
+    FP8_SCALES,
     HEAD,
+    ROTARY,
     StoredTensor,
     is_predictor,
     require_tied_head,
@@ -163,7 +165,7 @@ def _check_names_and_shapes(
         # Older checkpoints may also contain a copy of the tied head, and rotary frequencies, which the config
         # determines.
         known = name.removesuffix(FP8_SCALES) in expected or (ignores_head and name == HEAD)
-        if not (known or name.endswith("rotary_emb.inv_freq") or is_predictor(name, shape, files)):
+        if not (known or name.endswith(ROTARY) or is_predictor(name, shape, files)):
             raise ConfigError(
                 f"checkpoint {str(checkpoint)!r} has the tensor {name!r}, which the trainer has no place for: "
                 "its architecture has a feature that is not supported"

@@ -14,6 +14,7 @@ from async_rl.checks.preflight.weight_files import (
     HEAD,
     require_kinds,
     require_layer_sizes,
+    require_names,
     require_sizes,
     require_tied_head,
     stored_tensors,
@@ -287,6 +288,7 @@ def _require_fitting_files(files: ModelFiles, shape: ModelShape, directory: Path
                 f"{f'have with {keys[0]} true only' if keys else 'do not have'}: name a checkpoint without biases, or "
                 "one whose config.json is its own"
             )
+    require_names(named, shape, tensors)
     highest = files.highest_token
     if highest is not None and highest >= shape.vocab_size:
         raise ConfigError(

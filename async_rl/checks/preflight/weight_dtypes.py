@@ -6,20 +6,17 @@ For `check` and for the trainer's loader, which reads fp8 and MXFP4.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from async_rl.checks.preflight.weight_files import StoredTensor
+from async_rl.checks.preflight.weight_files import FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES, StoredTensor
 from async_rl.errors import ConfigError
 from async_rl.shared.model_limits import fp8_block, is_mxfp4
 
 FLOATS = ("BF16", "F16", "F32", "F64")
 
-FP8, FP8_SCALES = "F8_E4M3", "_scale_inv"
-"""The dtype, and what follows the name of a tensor in it in that of its scales."""
-
-MXFP4_DTYPE, MXFP4_BLOCKS, MXFP4_SCALES = "U8", "_blocks", "_scales"
-"""The dtype, and what follows the name of a weight in those of its values, [E, O, G, 16], and of their scales,
-[E, O, G]: E experts, O outputs, and G groups of `MXFP4_GROUP` inputs that share a scale, two values in a byte."""
+FP8, MXFP4_DTYPE = "F8_E4M3", "U8"
 
 MXFP4_GROUP = 32
+"""Inputs that share a scale: blocks are [E, O, G, 16], two values in a byte, and scales [E, O, G], of E experts, O
+outputs and G groups."""
 
 
 def require_dtypes(named: str, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:

@@ -11,11 +11,17 @@ from async_rl.errors import ConfigError
 from async_rl.shared.model_families import OUT_GATE, TABLE
 from async_rl.shared.model_shape import ModelShape
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING, LAST_NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 LAYERS = "model.layers."
 
 OF_PREDICTORS = ("eh_proj", "enorm", "hnorm")
 """What only layers for multi-token prediction have: they read the next token's embedding beside a hidden state."""
+
+FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
+"""What follows the name of a weight in those of its scales, or of its values and their scales."""
+
+ROTARY = "rotary_emb.inv_freq"
+"""The end of the names of rotary frequencies, which old checkpoints have beside what config.json says of them."""
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -179,6 +185,38 @@ def require_sizes(named: str, shape: ModelShape, tensors: Mapping[str, StoredTen
     if table is not None and table.shape != embedding:
         said = f"vocab_size = {embedding[0]} and hidden_size = {embedding[1]}"
         raise _other_sizes(named, said, f"an embedding of {list(table.shape)}")
+
+
+def require_names(named: str, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> None:
+    """Checks that files with layers have the embedding, the norms, and in each layer what others of its kind have.
+
+    Raises:
+        ConfigError: a tensor is missing.
+    """
+    norms = {f"{norm}.weight" for norm in shape.norms if norm}
+    layers: list[set[str]] = [set() for _ in range(shape.num_layers)]
+    for name in tensors:
+        number, _, rest = name.removeprefix(LAYERS).partition(".")
+        is_kept = name.startswith(LAYERS) and not name.endswith(ROTARY)
+        if is_kept and number.isdecimal() and int(number) < shape.num_layers:
+            for end in (FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES):
+                rest = rest.removesuffix(end)
+            layers[int(number)].add(rest)
+    if not any(layers):
+        return
+    kinds = [(shape.has_delta(layer), shape.has_experts(layer)) for layer in range(shape.num_layers)]
+    missing = [name for name in (EMBEDDING, LAST_NORM) if name not in tensors]
+    expected: dict[tuple[bool, bool], set[str]] = {}
+    for own, kind in zip(layers, kinds, strict=True):
+        expected.setdefault(kind, set(norms)).update(own)
+    for layer, (own, kind) in enumerate(zip(layers, kinds, strict=True)):
+        missing += (f"{LAYERS}{layer}.{name}" for name in sorted(expected[kind] - own))
+    if missing:
+        more = f" and {len(missing) - 1} others" if missing[1:] else ""
+        raise ConfigError(
+            f"{named} has no tensor {missing[0]!r}{more}, which its config.json asks for: download it again, or save "
+            "the model whole"
+        )
 
 
 def require_layer_sizes(named: str, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> None:

@@ -103,6 +103,17 @@ WHOLE: dict[str, tuple[Do, str]] = {
         lambda path: (path / SINGLE).write_bytes((path / SINGLE).read_bytes() + b"0"),
         rf"{SINGLE}' cannot be read as safetensors .*: download it again",
     ),
+    **{
+        f"no {name}": (
+            lambda path, name=name: change(path, without(name)),
+            rf"has no (tensor ')?{name}('|, though its config\.json has tie_word_embeddings = false)",
+        )
+        for name in ("lm_head.weight", "model.embed_tokens.weight", NORM, UP, "model.layers.0.input_layernorm.weight")
+    },
+    "no layer in the middle": (
+        lambda path: change(path, lambda tensors: {n: t for n, t in tensors.items() if "layers.0." not in n}),
+        r"has no tensor 'model\.layers\.0\.",
+    ),
     "fp8 that config.json does not say": (
         lambda path: change(path, lambda tensors: in_fp8(tensors)[0]),
         r"_proj\.weight' in F8_E4M3, but no quantization_config of fp8",
