@@ -170,15 +170,14 @@ class ModelFiles:
 
     @property
     def highest_token(self) -> int | None:
-        """The highest id that tokenizer.json has; None without one that can be read."""
+        """The highest id that tokenizer.json has; None without one, or without ids in it.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
         if self.directory is None or not (self.directory / "tokenizer.json").is_file():
             return None
-        tokenizer = _read_json(self.named, self.directory / "tokenizer.json")
-        model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
-        vocabulary = model.get("vocab") if isinstance(model, dict) else None
-        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary or ()))
-        ids = [*ids, *(each.get("id") for each in added or () if isinstance(each, dict))]
-        return max((token for token in ids if isinstance(token, int)), default=None)
+        return max(_token_ids(self.named, self.directory / "tokenizer.json"), default=None)
 
     @property
     def has_chat_template(self) -> bool:
@@ -318,6 +317,34 @@ def _read_json(named: str, file: Path) -> dict[str, Any]:
     if not isinstance(read, dict):
         raise ConfigError(f"{named}: {file} holds {type(read).__name__}, expected an object")
     return read
+
+
+def _token_ids(named: str, file: Path) -> list[int]:
+    """Those that a tokenizer.json has; a vocabulary that is a list has them by its order.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+
+    def damaged_by(key: str, found: object, expected: str) -> ConfigError:
+        return ConfigError(f"{named}: {file} has {key} {found}, expected {expected}; download or save it again")
+
+    def part(of: dict[str, Any], key: str, *kinds: type) -> Any:
+        found = of.get(key)
+        if found is not None and not isinstance(found, kinds):
+            expected = " or ".join({dict: "an object", list: "a list"}[kind] for kind in kinds)
+            raise damaged_by(key, f"of type {type(found).__name__}", expected)
+        return kinds[0]() if found is None else found
+
+    tokenizer = _read_json(named, file)
+    vocabulary, added = part(part(tokenizer, "model", dict), "vocab", dict, list), part(tokenizer, "added_tokens", list)
+    of_vocabulary = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+    of_added = [each.get("id") if isinstance(each, dict) else each for each in added]
+    for key, ids in (("vocab", of_vocabulary), ("added_tokens", of_added)):
+        for token in ids:
+            if type(token) is not int or token < 0:
+                raise damaged_by(key, f"with the id {token!r}", "a number from 0")
+    return [*of_vocabulary, *of_added]
 
 
 def require_other_models(config: Config, policy: ModelFiles, num_ranks: int, *, is_whole: bool = True) -> None:

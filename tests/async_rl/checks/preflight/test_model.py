@@ -10,6 +10,7 @@ from async_rl.checks.preflight import find_faults, find_missing_files
 from async_rl.checks.preflight.model import (
     ModelFiles,
     find_checkpoint,
+    require_supported,
     require_trainable,
 )
 from async_rl.checks.preflight.model_room import require_fit, require_tokens, with_room
@@ -114,6 +115,32 @@ def test_weights_that_are_no_safetensors_are_named_before_a_start(tmp_path: Path
     assert "cannot be read as safetensors" in str(missing)
     with pytest.raises(ConfigError, match=r"model\.safetensors' cannot be read as safetensors .* download it again"):
         require_trainable(config, ModelFiles.find(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [
+        ({"added_tokens": 5}, "added_tokens of type int, expected a list"),
+        ({"added_tokens": [{"id": "3"}]}, "added_tokens with the id '3', expected a number from 0"),
+        ({"added_tokens": [{"content": "x"}]}, "added_tokens with the id None"),
+        ({"added_tokens": [3.5]}, "added_tokens with the id 3.5"),
+        ({"model": []}, "model of type list, expected an object"),
+        ({"model": {"vocab": 5}}, "vocab of type int, expected an object or a list"),
+        ({"model": {"vocab": {"a": 0, "b": "1"}}}, "vocab with the id '1'"),
+        ({"model": {"vocab": {"a": True}}}, "vocab with the id True"),
+        ({}, None),
+        ({"model": {"vocab": [["a", 0.5]]}, "added_tokens": None}, None),
+        ({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 1}]}, None),
+    ],
+)
+def test_a_damaged_tokenizer_is_refused_by_its_key(tmp_path: Path, tokenizer: Any, says: str | None) -> None:
+    (checkpoint(tmp_path) / "tokenizer.json").write_text(json.dumps(tokenizer))
+    files = ModelFiles.find(str(tmp_path))
+    if says is None:
+        require_supported(files)
+        return
+    with pytest.raises(ConfigError, match=rf"tokenizer\.json has {says}.*; download or save it again"):
+        require_supported(files)
 
 
 @pytest.mark.parametrize("positions", ["4096", 4096.0, True, 0])
