@@ -332,14 +332,14 @@ def _token_ids(named: str, file: Path) -> list[int]:
     def part(of: dict[str, Any], key: str, *kinds: type) -> Any:
         found = of.get(key)
         if found is not None and not isinstance(found, kinds):
-            expected = " or ".join({dict: "an object", list: "a list"}[kind] for kind in kinds)
+            expected = " or ".join("an object" if kind is dict else "a list" for kind in kinds)
             raise damaged_by(key, f"of type {type(found).__name__}", expected)
         return kinds[0]() if found is None else found
 
     tokenizer = _read_json(named, file)
     vocabulary, added = part(part(tokenizer, "model", dict), "vocab", dict, list), part(tokenizer, "added_tokens", list)
     of_vocabulary = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
-    of_added = [each.get("id") if isinstance(each, dict) else each for each in added]
+    of_added: list[Any] = [each.get("id") if isinstance(each, dict) else each for each in added]
     for key, ids in (("vocab", of_vocabulary), ("added_tokens", of_added)):
         for token in ids:
             if type(token) is not int or token < 0:
