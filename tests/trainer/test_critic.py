@@ -30,7 +30,7 @@ from tests.trainer.conftest import by_checkpoint_name
 from trainer.batching.packing import pack
 from trainer.checkpoint.compatibility import require_same_run
 from trainer.devices import choose_device
-from trainer.forward_backward import Pass
+from trainer.forward_backward import PackedPass
 from trainer.hf.weight_map import weight_map
 from trainer.model.gpt import SharedPromptGPT
 from trainer.parallel import Parallel
@@ -499,9 +499,9 @@ def test_the_watch_of_the_device_is_told_of_each_pass_of_the_critic(
             told.append("a part")
             yield part
 
-    train = Pass.train
+    train = PackedPass.train
     monkeypatch.setattr(trainer.device_watch, "each", each)
-    monkeypatch.setattr(Pass, "train", lambda *args: (told.append("a pass"), train(*args))[1])
-    trainer.accumulate([ragged_groups])
+    monkeypatch.setattr(PackedPass, "train", lambda *args: (told.append("a pass"), train(*args))[1])
+    trainer.accumulate([[group] for group in ragged_groups])
     passes = [place for place, what in enumerate(told) if what == "a pass"]
     assert len(passes) > 2 and all(told[place - 1] == "a part" for place in passes), told
