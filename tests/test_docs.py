@@ -21,7 +21,7 @@ DOCS = sorted(
 )
 DOCS = [path for path in DOCS if path.name != "CHANGELOG.md"]  # it names files of earlier versions
 FOLDERS = ("async_rl", "inference_service", "trainer", "deploy", "benchmarks", "tests", "examples", "recipes")
-FILES = (".py", ".toml", ".jsonl", ".json")
+FILES = (".py", ".toml", ".jsonl", ".json", ".safetensors")
 NO_KEYS = {
     # Of verl, whose sections have the same names.
     *("algorithm.gamma", "algorithm.lam", "algorithm.rollout_correction"),
