@@ -143,14 +143,6 @@ def test_its_thread_ends_the_process_and_ends_with_the_watch() -> None:
     wait_for(lambda: num_threads() == 0)
 
 
-def test_work_whose_end_cannot_be_noted_is_over() -> None:
-    """As on a device that is lost; here there is none at all."""
-    watch = watch_of(clock := Clock())
-    with pytest.raises(RuntimeError), watch.during("a window"):
-        pass
-    assert not looks(watch, clock, LIMIT_S * 2)
-
-
 def test_a_cpu_and_one_of_several_ranks_are_not_watched() -> None:
     for device, num_ranks in ((torch.device("cpu"), 1), (torch.device("cuda", 0), 2)):
         watch = DeviceWatch(device, num_ranks, LIMIT_S / LOST_LIMITS, clock=(clock := Clock()))
@@ -177,3 +169,12 @@ def test_a_rank_whose_kernel_hangs_names_its_window_shows_its_stacks_and_is_to_b
     named = "RankLost: training of window 2 of iteration 0 has not finished on npu:0 for 3 s"
     assert json.loads(report.read_text())["message"]["message"].startswith(named)
     assert "trainer/rank.py" in done.stderr and "in accumulate" in done.stderr, done.stderr
+
+
+def test_work_whose_end_cannot_be_noted_is_over() -> None:
+    """As on a device that is lost; here there is none at all."""
+    clock = Clock()
+    watch = DeviceWatch(torch.device("cuda", 0), 1, LIMIT_S / LOST_LIMITS, lambda error: None, clock)
+    with pytest.raises(RuntimeError), watch.during("a window"):
+        pass
+    assert not looks(watch, clock, LIMIT_S * 2)
