@@ -34,6 +34,7 @@ from async_rl.shared.net.listener import listen
 pytestmark = pytest.mark.distributed
 
 SECRET = "secret"
+PLACE = ("a", 1)
 
 
 async def nobody_starts(replica: int, message: Message) -> NoReturn:
@@ -194,6 +195,14 @@ def test_a_producer_that_is_gone_or_cannot_be_reached_is_lost(loop: EventLoopThr
         address.connect(30.0)
 
 
+def connect_to(ours: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever connects to PLACE has this end; a thread of another test that connects elsewhere meanwhile does not."""
+    connect = socket.create_connection
+    monkeypatch.setattr(
+        socket, "create_connection", lambda at, *args, **more: ours if at == PLACE else connect(at, *args, **more)
+    )
+
+
 def test_a_producer_that_hangs_is_lost_and_one_that_only_works_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began_s = time.monotonic()
@@ -201,10 +210,10 @@ def test_a_producer_that_hangs_is_lost_and_one_that_only_works_is_not(monkeypatc
             Connection(silent.getsockname()[:2], {}, 1.0)
         assert 0.9 < time.monotonic() - began_s < 20
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: ours)
+    connect_to(ours, monkeypatch)
     monkeypatch.setattr(type(ours), "setsockopt", lambda *_: None, raising=False)
     theirs.sendall(b"".join(frame({"clock_s": 0.0, "boot_id": connection_module.boot_id()})))
-    connection = Connection(("a", 1), {}, 1.0)
+    connection = Connection(PLACE, {}, 1.0)
     assert connection.clock_offset_s == 0.0
     for _ in range(6):
         theirs.sendall(b"".join(frame({connection_module.ALIVE: True})))
@@ -219,12 +228,12 @@ def test_a_producer_that_hangs_is_lost_and_one_that_only_works_is_not(monkeypatc
 
 def test_frames_arrive_whole_however_they_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(socket, "create_connection", lambda *_, **__: ours)
+    connect_to(ours, monkeypatch)
     monkeypatch.setattr(type(ours), "setsockopt", lambda *_: None, raising=False)
     monkeypatch.setattr(connection_module, "RECEIVE_BYTES", 7)
     other_host = {"clock_s": time.monotonic() - 100.0, "boot_id": "another"}
     theirs.sendall(b"".join(frame(other_host)))
-    connection = Connection(("a", 1), {}, 5.0)
+    connection = Connection(PLACE, {}, 5.0)
     assert connection.clock_offset_s == pytest.approx(100.0, abs=1.0)
     bodies = [os.urandom(size) for size in (0, 1, 12, 13, 1000, 4096)]
     for number, body in enumerate(bodies):
