@@ -3,6 +3,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 
@@ -365,3 +366,20 @@ def test_the_dialect_follows_from_what_a_server_says(
     client = connect(instance.url)
     loop.run(client.learn_dialect())
     assert client.dialect == dialect
+
+
+def test_an_instance_that_another_run_has_is_no_server_that_lacks_a_method(
+    instances, connect: Connect, loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (instance,) = instances({})
+    client = connect(instance.url)
+    status = 404
+
+    async def refuse(*_: object) -> NoReturn:
+        raise InstanceRefused("no", status)
+
+    monkeypatch.setattr(client, "_call_workers", refuse)
+    assert loop.run(client.nccl_versions(1.0)) == []
+    status = 409
+    with pytest.raises(InstanceRefused, match="no"):
+        loop.run(client.nccl_versions(1.0))
