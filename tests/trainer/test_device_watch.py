@@ -39,7 +39,7 @@ def looks(watch: DeviceWatch, clock: Clock, duration_s: float) -> list[RankLost]
     return found
 
 
-@pytest.mark.devices
+@pytest.mark.nightly
 @on_emulated_npu
 def test_work_that_lasts_too_long_is_named_with_its_device_and_limit() -> None:
     watch = watch_of(clock := Clock())
@@ -52,7 +52,7 @@ def test_work_that_lasts_too_long_is_named_with_its_device_and_limit() -> None:
     )
 
 
-@pytest.mark.devices
+@pytest.mark.nightly
 @on_emulated_npu
 def test_each_part_and_each_work_has_the_whole_time_and_the_time_between_does_not_count() -> None:
     watch = watch_of(clock := Clock())
@@ -63,7 +63,7 @@ def test_each_part_and_each_work_has_the_whole_time_and_the_time_between_does_no
         assert not looks(watch, clock, LIMIT_S * 5)
 
 
-@pytest.mark.devices
+@pytest.mark.nightly
 @on_emulated_npu
 def test_how_long_a_receiver_keeps_a_tensor_does_not_count_and_how_long_it_takes_to_make_does() -> None:
     watch, found = watch_of(clock := Clock()), []
@@ -79,7 +79,7 @@ def test_how_long_a_receiver_keeps_a_tensor_does_not_count_and_how_long_it_takes
     assert not looks(watch, clock, LIMIT_S * 5)
 
 
-@pytest.mark.devices
+@pytest.mark.nightly
 @on_emulated_npu
 def test_work_that_failed_is_over() -> None:
     watch = watch_of(clock := Clock())
@@ -88,7 +88,7 @@ def test_work_that_failed_is_over() -> None:
     assert not looks(watch, clock, LIMIT_S * 2)
 
 
-@pytest.mark.devices
+@pytest.mark.nightly
 @on_emulated_npu
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     watch = watch_of(clock := Clock())
@@ -121,7 +121,7 @@ def test_a_kernel_that_hangs_is_noticed_also_behind_the_work_and_the_host_waits_
         assert waits.is_alive(), "whoever waits for the device waits for ever"
 
 
-@pytest.mark.devices
+@pytest.mark.nightly
 @on_emulated_npu
 def test_its_thread_ends_the_process_and_ends_with_the_watch() -> None:
     import torch_npu
@@ -171,8 +171,13 @@ def test_a_rank_whose_kernel_hangs_names_its_window_shows_its_stacks_and_is_to_b
     assert "trainer/rank.py" in done.stderr and "in accumulate" in done.stderr, done.stderr
 
 
-def test_work_whose_end_cannot_be_noted_is_over() -> None:
-    """As on a device that is lost; here there is none at all."""
+def test_work_whose_end_cannot_be_noted_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that is lost."""
+
+    def lost(_: torch.device) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(torch, "Event", lost)
     clock = Clock()
     watch = DeviceWatch(torch.device("cuda", 0), 1, LIMIT_S / LOST_LIMITS, lambda error: None, clock)
     with pytest.raises(RuntimeError), watch.during("a window"):

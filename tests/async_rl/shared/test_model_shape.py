@@ -224,6 +224,8 @@ def test_a_token_uses_the_experts_it_is_routed_to() -> None:
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "low_freq_factor = 1.0"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings = None"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 64, "truncate": 1}}, "truncate = 1"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 64}, ORIGINAL: None}, f"{ORIGINAL} = None"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, ORIGINAL: 64, "rope_theta": 1}}, "rope_theta = 1"),
         *(
             ({"model_type": "smollm3", "no_rope_layers": bad}, "no_rope_layers = ")
             for bad in ([1, 0], [1, 0, 2], "110", {"1": 0})
