@@ -100,7 +100,7 @@ class Broadcast:
             lambda member: member.client.init_weight_transfer(infos[member], timeout_s + ANSWER_MARGIN_S),
         )
         absent: set[Member] = set()
-        lost: set[Member] = set()
+        lost: list[Member] = []
         problem = None
         deadline = time.monotonic() + EARLY * timeout_s
         try:
@@ -111,7 +111,7 @@ class Broadcast:
                 # Read after the failures: one that came before it failed is not absent.
                 forming = self._sender.wait_formed(0.0)
                 absent = {owners[rank] for rank in forming.absent}
-                lost = {owners[rank] for rank in forming.lost}
+                lost = [owners[rank] for rank in forming.lost]
                 without = absent if is_late else refused
                 problem = self._sender.call_off([rank for rank, member in owners.items() if member in without])
             failures = calls.settle(timeout_s + ANSWER_MARGIN_S)
@@ -129,7 +129,7 @@ class Broadcast:
         failures: Mapping[Member, InstanceError],
         refused: Mapping[Member, InstanceError],
         absent: set[Member],
-        lost: set[Member],
+        lost: Sequence[Member],
         problem: str,
         *,
         is_late: bool,
@@ -139,7 +139,8 @@ class Broadcast:
         Args:
             failures: of all invitations, the earliest first; `refused`: of those that came before the rest was ended.
             absent: instances with a worker that had not come by then.
-            lost: instances with a worker that had come and gone by then: the sender may notice before their calls fail.
+            lost: instances with a worker that had come and gone by then, the first one first, which the others' ends
+                may follow from: the sender may notice it before its call fails.
             problem: why the sender formed no group.
             is_late: whether those had had the time to come.
         """
@@ -154,7 +155,7 @@ class Broadcast:
         else:
             # Those who came failed because of others: of those who did not, once these had had the time.
             late = [member for member in failures if member in absent] if is_late else []
-            self._drop_guilty(failures, late or refused or lost or failures, problem)
+            self._drop_guilty(failures, late or lost[:1] or refused or failures, problem)
 
     def _have_its_nccl(self, members: Sequence[Member]) -> bool:
         """Whether each instance has the sender's NCCL; drops those with another. One that reports none passes."""

@@ -82,7 +82,7 @@ class Forming:
     absent: list[int]
     """Ranks that have not come yet. One that has come counts as present also after its end."""
     lost: list[int]
-    """Ranks that have come and ended their connection."""
+    """Ranks that have come and ended their connection, the first one first."""
 
 
 @dataclass(frozen=True, slots=True)

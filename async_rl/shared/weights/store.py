@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 from torch.distributed import Store
@@ -152,7 +153,10 @@ class RendezvousStore(Store):
         return int(self._ask({"op": "count"}))
 
     def set_at_end(self, key: str) -> None:
-        """Has the host set `key` when this member's connection ends, as it does when its process is killed."""
+        """Has the host set `key` when this member's connection ends, as it does when its process is killed.
+
+        Its value is how many such connections had ended before.
+        """
         self._ask({"op": "set_at_end", "key": key})
 
     def clone(self) -> "RendezvousStore":
@@ -179,6 +183,7 @@ class StoreServer:
         # In the order in which they came.
         self._strangers: dict[socket.socket, None] = {}
         self._members: set[socket.socket] = set()
+        self._ends = count()
         self._is_closed = False
         try:
             self._listener = listen(address, MAX_STRANGERS)
@@ -258,11 +263,11 @@ class StoreServer:
                 send_frame(connection, answer)
         finally:
             for key in keys_at_end:
-                self._values.answer({"op": "set", "key": key, "value": ""})
+                self._values.answer({"op": "set", "key": key, "value": str(next(self._ends)).encode().hex()})
 
 
 def lost_key(rank: int) -> str:
-    """What the host sets when the connection of that rank's member ends."""
+    """What the host sets when the connection of that rank's member ends, to how many had ended before."""
     return f"lost/{rank}"
 
 

@@ -228,6 +228,26 @@ def test_one_whose_loss_the_sender_sees_before_its_call_fails_is_dropped_alone(m
     assert member is one.members[1] and isinstance(error, WeightGroupBroken)
 
 
+def test_of_several_that_failed_before_the_sender_looked_the_first_is_blamed(
+    moves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with whom it was about to connect, or who came for the sender's memory after the end, fail as well."""
+    wait = Rendezvous.wait
+
+    def wait_late(self: Rendezvous, timeout_s: float) -> bool:
+        time.sleep(1.0)
+        return wait(self, timeout_s)
+
+    one = moves("slow", "break", "slow", timeout_s=60.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Rendezvous, "wait", wait_late)
+        assert one.move() is None
+    assert list(one.dropped) == [one.members[1]]
+    for member in one.members:
+        client(member).fault = None
+    assert one.move() is not None
+
+
 def test_one_that_leaves_amid_the_stream_is_blamed_and_not_those_whose_connections_it_broke(moves: Any) -> None:
     one = moves(None, "leave", None)
     assert one.move() is None
