@@ -4,6 +4,9 @@ import random
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.support import ROOT
 
@@ -24,6 +27,15 @@ PROCESSES = {"distributed", "packaging"}
 
 ALWAYS = "always"
 """Marks one of these tests that `make test` runs nevertheless."""
+
+
+OWN_LAYERS = ("qwen3", "qwen3_moe", "mistral", "gemma3_text", "deepseek_v3", "qwen3_next", "gpt_oss")
+"""Families that have among them each kind of layer there is: the layers of the others are made of the same parts."""
+
+
+def by_day(families: Iterable[str]) -> list[Any]:
+    """Parameters, of which those of `OWN_LAYERS` are for `make test`."""
+    return [each if each in OWN_LAYERS else pytest.param(each, marks=pytest.mark.nightly) for each in families]
 
 
 def is_nightly(path: Path, markers: set[str]) -> bool:

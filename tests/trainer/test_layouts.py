@@ -176,11 +176,14 @@ def test_norms_of_several_ranks_heads_and_of_outputs_train_what_one_rank_trains(
 
 @pytest.mark.distributed
 @pytest.mark.timeout(650)
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("num_ranks", "of_families"),
+    [(2, False), *(pytest.param(n, True, marks=pytest.mark.nightly) for n in (2, 4))],
+)
 def test_pieces_of_long_groups_on_several_replicas_train_what_one_rank_trains(
-    num_ranks: int, one_rank: OneRank, tmp_path: Path
+    num_ranks: int, of_families: bool, one_rank: OneRank, tmp_path: Path
 ) -> None:
-    candidates = [*with_frozen_models(cases(num_ranks)), *expert_family_cases(num_ranks)]
+    candidates = [*with_frozen_models(cases(num_ranks)), *(expert_family_cases(num_ranks) if of_families else ())]
     some = [case for case in candidates if case.split and case.placement.num_replicas > 1]
     compare(cover_of(some, strength=1), one_rank, tmp_path, timeout_s=600)
 

@@ -77,7 +77,7 @@ class Ranks:
                     host.command(words) if host else words,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment() | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                    env=environment(),
                 )
             )
 

@@ -183,7 +183,8 @@ def test_a_batch_equals_transformers_with_baselines_and_lengths_of_whole_rollout
         pytest.param("smollm3", ("TP2", "CP2", "PP2"), marks=pytest.mark.nightly),
         # Windows, and norms over the heads of both ranks.
         pytest.param("olmo3", ("TP2", "PP2"), marks=pytest.mark.nightly),
-        ("qwen3_moe", ("TP2", "TP2 EP2", "PP2", "DP2 EP2")),
+        pytest.param("qwen3_moe", ("TP2", "DP2 EP2"), marks=pytest.mark.nightly),
+        ("qwen3_moe", ("TP2 EP2", "PP2")),
     ],
 )
 def test_two_ranks_train_what_transformers_does(

@@ -12,6 +12,7 @@ from async_rl.errors import ConfigError
 from async_rl.method.types import Group
 from async_rl.records.samples import NUM_GROUPS, NUM_ROLLOUTS
 from async_rl.shared.model_limits import FAMILIES
+from tests.support.tiers import by_day
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]
@@ -38,7 +39,7 @@ def with_logprobs(groups: list[Group], logprobs: list[list[tuple[float, ...]]]) 
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_day(FAMILIES))
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
     ("normalize", "kl_coef", "temperature"), [("token", 0.0, 1.0), ("token", 0.2, 0.7), ("sequence", 0.2, 1.0)]

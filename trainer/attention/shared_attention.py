@@ -26,7 +26,8 @@ D head dimension.
 
 import functools
 import logging
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -45,10 +46,16 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
 In bfloat16 (unit roundoff u = 2^-8) a row is rounded several times (the probabilities, each part's output and the
 merged output; or dS, each part's gradient and their sum): about 5 u = 2e-2 if none of them cancels."""
 
-SHORT_SEGMENTS = ((5, 3), ((4, 1, 7), (2, 6)))
-"""(prompt lengths, fed response lengths of each group) of the check on first use: fewer rows than a kernel's block."""
+LensOfGroups: TypeAlias = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""Prompt lengths, and fed response lengths of each group."""
 
-LONG_SEGMENTS = ((833, 64, 129), ((127, 1, 130), (65, 64), (63, 128)))
+Results: TypeAlias = list[torch.Tensor]
+"""Output, and gradients of query, key and value."""
+
+SHORT_SEGMENTS: LensOfGroups = ((5, 3), ((4, 1, 7), (2, 6)))
+"""Of the check on first use: fewer rows than a kernel's block."""
+
+LONG_SEGMENTS: LensOfGroups = ((577, 64, 129), ((127, 1, 130), (65, 64), (63, 128)))
 """The same around block boundaries: flash kernels take 32 to 256 queries and 64 to 512 keys at a time."""
 
 SHORT_WINDOWS, LONG_WINDOWS = (2, 4), (96, 512)
@@ -245,7 +252,7 @@ def checked_kernel(
                 kernel,
                 device.DEVICE,
                 dtype,
-                _check_segments(lens, device.DEVICE),
+                lens,
                 window,
                 (q_heads, kv_heads, head_dim),
                 has_sinks=has_sinks,
@@ -271,7 +278,7 @@ def _largest_error(
     kernel: AttentionKernel,
     device: torch.device,
     dtype: torch.dtype,
-    segments: Segments,
+    lens: LensOfGroups,
     window: int | None,
     sizes: tuple[int, int, int],
     *,
@@ -279,6 +286,7 @@ def _largest_error(
 ) -> float:
     """`sizes`: query heads, key / value heads, head dimension."""
     num_heads, num_kv_heads, head_dim = sizes
+    segments = _check_segments(lens, device)
     generator = torch.Generator().manual_seed(0)
     heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
     inputs = [
@@ -287,13 +295,30 @@ def _largest_error(
     ]
     scale = head_dim**-0.5
     sinks_H = torch.randn(num_heads, generator=generator).to(device) if has_sinks else None
-    results = []
-    for used, wide in ((kernel, dtype), (None, torch.float32 if dtype == torch.bfloat16 else dtype)):
-        query, key, value, dout = (tensor.to(wide).requires_grad_() for tensor in inputs)
+
+    def results_of(kernel: AttentionKernel | None, segments: Segments, inputs: Sequence[torch.Tensor]) -> Results:
+        query, key, value, dout = (tensor.detach().requires_grad_() for tensor in inputs)
         with torch.enable_grad():
-            out = shared_prompt_attention(query, key, value, segments, scale, used, window=window, sinks_H=sinks_H)
-        results.append([out.detach(), *torch.autograd.grad(out, (query, key, value), dout.detach())])
-    return max(_row_error(actual, expected) for actual, expected in zip(*results, strict=True))
+            out = shared_prompt_attention(query, key, value, segments, scale, kernel, window=window, sinks_H=sinks_H)
+        return [out.detach(), *torch.autograd.grad(out, (query, key, value), dout.detach())]
+
+    actual = results_of(kernel, segments, inputs)
+    # No row attends to another group's: the dense reference, quadratic in the rows, is computed group by group.
+    wide = [tensor.to(torch.float32 if dtype == torch.bfloat16 else dtype) for tensor in inputs]
+    expected = [torch.empty_like(tensor) for tensor in (wide[3], *wide[:3])]
+    for group, rows in zip(zip(*lens, strict=True), _rows_of_groups(lens), strict=True):
+        one = _check_segments(((group[0],), (group[1],)), device)
+        for whole, part in zip(expected, results_of(None, one, [tensor[rows] for tensor in wide]), strict=True):
+            whole[rows] = part
+    return max(_row_error(actual, expected) for actual, expected in zip(actual, expected, strict=True))
+
+
+def _rows_of_groups(lens: LensOfGroups) -> list[torch.Tensor]:
+    """The rows of each group's prompt and responses, in the order of a micro-batch of that group alone."""
+    prompts, responses = lens
+    num_rows = [*prompts, *map(sum, responses)]
+    parts = torch.arange(sum(num_rows)).split(num_rows)
+    return [torch.cat([parts[i], parts[len(prompts) + i]]) for i in range(len(prompts))]
 
 
 def _row_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -308,9 +333,7 @@ def _row_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error.nan_to_num(torch.inf))
 
 
-def _check_segments(
-    lens_of_groups: tuple[tuple[int, ...], tuple[tuple[int, ...], ...]], device: torch.device
-) -> Segments:
+def _check_segments(lens_of_groups: LensOfGroups, device: torch.device) -> Segments:
     prompts, responses = lens_of_groups
     lens = (*prompts, *(length for group in responses for length in group))
     cross = Part(tuple(sum(group) for group in responses), prompts, False, device)

@@ -156,7 +156,7 @@ def answers(path: Path, size_for: int, prompts: list[list[int]]) -> list[dict[st
     return asyncio.run(play())
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("qwen3_5_text", marks=pytest.mark.nightly)])
 def test_responses_that_wait_again_for_room_of_states_are_answered_as_with_room_for_all(
     family: str, tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,10 +45,9 @@ def chosen_by_transformers(path: Path, sequences: Sequence[Sequence[int]]) -> li
     "family",
     [
         "qwen3_moe",
-        "qwen3_next",
         *(
             pytest.param(each, marks=pytest.mark.nightly)
-            for each in ("deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2")
+            for each in ("qwen3_next", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2")
         ),
     ],
 )

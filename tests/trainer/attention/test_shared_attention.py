@@ -162,7 +162,8 @@ def test_a_window_equals_unshared_attention_of_every_sample(name: str, dtype: to
     lengths = make_lengths(name, rng)
     longest = make_segments(lengths).longest
     assert longest == max(prompt + max(responses, default=0) for prompt, responses in lengths)
-    for window in {1, 2, rng.randint(1, longest), longest - 1, longest, longest + 1} - {0}:
+    windows = {1, 2, rng.randint(1, longest), longest - 1, longest, longest + 1} - {0}
+    for window in rng.sample(sorted(windows), 3):
         error = largest_error(lengths, dtype, (4, 2, 16), rng.choice([0, 5]), window)
         assert error <= LIMITS[dtype], (window, lengths)
 

@@ -114,7 +114,7 @@ def test_training_goes_on_bit_for_bit_in_a_new_process(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("names", ["bc", pytest.param("ad", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("names", ["b", pytest.param("acd", marks=pytest.mark.nightly)])
 def test_training_goes_on_bit_for_bit_under_another_layout(
     names: str, tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:
@@ -171,8 +171,8 @@ def test_training_goes_on_bit_for_bit_under_another_layout(
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("qwen3_moe", {}),
-        ("deepseek_v3", {}),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.nightly),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.nightly),
         ("deepseek_v3", {"context_parallel": 2}),
         ("gpt_oss", {"tensor_parallel": 2}),
     ],

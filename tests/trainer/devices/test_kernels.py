@@ -12,7 +12,7 @@ from tests.support.devices.attention_inputs import CPU, make_inputs
 from tests.support.devices.fake_flash import FakeFlash
 from tests.support.devices.fake_torch_npu import FakeTorchNPU
 from trainer.attention.segments import Segments
-from trainer.attention.shared_attention import checked_kernel, shared_prompt_attention
+from trainer.attention.shared_attention import LONG_SEGMENTS, checked_kernel, shared_prompt_attention
 from trainer.devices import AttentionKernel
 from trainer.devices.attention_part import Part
 from trainer.devices.composed_attention import QUERY_BLOCK, ComposedAttention
@@ -215,7 +215,7 @@ class LastBlockLost(CPUAttention):
 
     def forward(self, query: Any, key: Any, value: Any, part: Part, scale: float) -> Any:
         out, lse = super().forward(query, key, value, part, scale)
-        return _without_rows_from(832, out, part.q_lens), lse
+        return _without_rows_from(LONG_SEGMENTS[0][0] - 1, out, part.q_lens), lse
 
 
 def _without_rows_from(first: int, rows: torch.Tensor, lens: tuple[int, ...]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from async_rl.method.types import Group
 from async_rl.shared.model_families import TABLE
 from async_rl.shared.protocol.adapter import PREFIX, WEIGHTS_FILE
 from tests.support.minimal_config import minimal_tree
+from tests.support.tiers import by_day
 from tests.support.trainer.random_adapters import ALL, ALPHA, ATTENTION, RANK, random_adapters
 from tests.trainer.test_trainer import num_labels, relative_error, with_logprobs
 from trainer.devices import cpu_ops
@@ -44,7 +45,7 @@ def gradients_of(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_day(FAMILIES))
 @pytest.mark.parametrize(
     ("targets", "recompute"), [(ALL, "none"), (ALL, "full"), (SOME, "selective"), (("down_proj",), "selective")]
 )

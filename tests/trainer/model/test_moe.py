@@ -20,20 +20,25 @@ MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameter
 NO_DENSE = {"first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "v_head_dim": 24, "rope_interleave": False}
 
 
+def at_night(*case: Any) -> Any:
+    """What has its parts in others, too."""
+    return pytest.param(*case, marks=pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
     ("family", "options", "recompute"),
     [
-        ("qwen3_moe", {}, "none"),
+        at_night("qwen3_moe", {}, "none"),
         ("qwen3_moe", {"norm_topk_prob": False, "seed": 1}, "selective"),
-        ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1, "tied": True}, "none"),
-        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "seed": 2}, "full"),
+        at_night("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1, "tied": True}, "none"),
+        at_night("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 3, "seed": 2}, "full"),
         ("deepseek_v3", {"num_hidden_layers": 3, "n_group": 2, "topk_group": 1}, "full"),
-        ("deepseek_v3", MOONLIGHT, "selective"),
+        at_night("deepseek_v3", MOONLIGHT, "selective"),
         ("deepseek_v3", NO_DENSE | {"norm_topk_prob": False}, "none"),
-        ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 2}, "full"),
-        ("glm4_moe", {"first_k_dense_replace": 0, "n_shared_experts": 1, "partial_rotary_factor": 1.0}, "none"),
+        at_night("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 2}, "full"),
+        at_night("glm4_moe", {"first_k_dense_replace": 0, "n_shared_experts": 1, "partial_rotary_factor": 1.0}, "none"),
         ("minimax_m2", {"num_experts_per_tok": 2, "num_key_value_heads": 1}, "selective"),
-        ("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 1}, "selective"),
+        at_night("gpt_oss", {"num_local_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 1}, "selective"),
         ("gpt_oss", {"attention_bias": False, "swiglu_alpha": 0.7, "swiglu_limit": 0.1, "tied": True}, "full"),
     ],
 )

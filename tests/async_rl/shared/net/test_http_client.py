@@ -2,12 +2,15 @@
 
 import gzip
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import Mock
 
+import httpx
 import pytest
 
 from async_rl.errors import ConfigError, NoAnswer
@@ -157,3 +160,20 @@ def test_a_host_name_that_cannot_be_one_is_not_answered(host: str) -> None:
 def test_an_ipv6_address_takes_brackets() -> None:
     assert http_url("10.0.0.7", 8000) == "http://10.0.0.7:8000"
     assert http_url("fd00::7", 8000) == "http://[fd00::7]:8000"
+
+
+def test_servers_with_tls_are_verified_by_the_systems_authorities_which_others_do_not_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[ssl.SSLContext] = []
+    monkeypatch.setattr(httpx, "Client", lambda *, verify, **_: made.append(verify))
+    loads = Mock(wraps=ssl.create_default_context)
+    monkeypatch.setattr(ssl, "create_default_context", loads)
+    for url in ("https://host:1", "HTTPS://host"):
+        HttpClient(url, TIMEOUT_S)
+    assert loads.call_count == 2
+    for url in ("http://host:1", "httpx://host", "host:1"):
+        HttpClient(url, TIMEOUT_S)
+    assert loads.call_count == 2
+    assert all(each.verify_mode == ssl.CERT_REQUIRED and each.check_hostname for each in made), "whatever it comes to"
+    assert not any(each.cert_store_stats()["x509"] for each in made[2:])
