@@ -23,7 +23,7 @@ max_prompts = 3
 temperature = 0.7
 """
 
-NUM_ITERATIONS = 3
+NUM_ITERATIONS = 2
 NUM_DRAWN = 11
 """Six prompts, and a reserve of five."""
 SETTINGS = (

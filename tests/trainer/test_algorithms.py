@@ -60,6 +60,10 @@ assert EVERYTHING.keys() == {name for name, traits in TRAITS.items() if not trai
     "give each algorithm of TRAITS a row in EVERYTHING; one with a critic is in test_critic.py"
 )
 
+BY_DAY = ("grpo", "rloo", "gspo", "cispo", "online_dpo", "distillation")
+"""Penalties in loss and reward, ratios of sequences, entropies, whole distributions and a teacher: what needs a model.
+`make test` has every formula itself in async_rl/method/algorithms/test_formulas.py."""
+
 TAUGHT = ("distillation", "sapo")
 TEACHER = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4}
 """Another shape than the policy's, which every layout divides."""
@@ -137,7 +141,9 @@ def as_written(
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 20])
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize(
+    "name", [each if each in BY_DAY else pytest.param(each, marks=pytest.mark.nightly) for each in EVERYTHING]
+)
 def test_a_step_equals_the_formulas_with_the_log_probs_of_transformers(
     name: str,
     micro_batch_tokens: int,
