@@ -239,6 +239,9 @@ def checked_kernel(
     Compares output and gradients of two ragged micro-batches on first use of each device, dtype and head layout: a
     short one with all heads, and one of many blocks with few heads; with `has_windows` also of layers with windows,
     with `has_sinks` all with sinks.
+
+    Raises:
+        torch.OutOfMemoryError: the device has no room for the check, which says nothing of the kernel.
     """
     kernel = device.ATTENTION
     few = min(num_kv_heads, LONG_KV_HEADS)
@@ -260,6 +263,8 @@ def checked_kernel(
             for lens, windows, q_heads, kv_heads in checks
             for window in ((None, *windows) if has_windows else (None,))
         )
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, NotImplementedError, TypeError, AttributeError) as problem:
         reason = f"it failed: {problem}"
     else:

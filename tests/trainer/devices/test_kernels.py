@@ -203,6 +203,19 @@ class Mute(CPUAttention):
         raise RuntimeError("no kernel image is available")
 
 
+class WithoutRoom(CPUAttention):
+    """A device that is full."""
+
+    def forward(self, *_: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+
+def test_a_device_without_room_for_the_check_is_no_fault_of_its_kernel() -> None:
+    checked_kernel.cache_clear()
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        checked_kernel(OnCPU(WithoutRoom()), torch.float32, *HEADS, HEAD_DIM)
+
+
 class OneBlockOfKeys(CPUAttention):
     """A wrong kernel: of each entry it sees the first 128 keys only."""
 

@@ -148,7 +148,10 @@ def test_whatever_a_call_on_a_loop_raises_is_its_result(at_once: Rig, code: str,
         "sys.setrecursionlimit(10**5)\nfor _ in range(5000): left = [left]\nchannel.say(left)\ntime.sleep(3600)": (
             r"wrote into the trainer's pipe \(.*while it ran"
         ),
-        "os.closerange(0, 64)\ntime.sleep(3600)": r"exit code 0\) while it ran",
+        # It ends by itself, unless the thread that reads its closed input is not woken by that.
+        "os.closerange(0, 64)\ntime.sleep(3600)": (
+            r"exit code (0|unknown: it closed its output and was killed)\) while it ran"
+        ),
     }.items(),
 )
 def test_a_crash_is_that_of_its_call_alone(rig: Rig, code: str, message: str) -> None:
