@@ -12,7 +12,7 @@ ON_NPU = ("--trainer.device=npu", "--checkpoint.every=1")
 MESSAGES = {"oom": "NPU out of memory. Tried to allocate", "lost": "device lost", "link": "link error"}
 
 
-@pytest.mark.parametrize("fault", ["oom:300", "lost:7000", "link:4"])
+@pytest.mark.parametrize("fault", ["oom:300", pytest.param("lost:7000", marks=pytest.mark.nightly), "link:4"])
 def test_a_fault_is_named_and_the_run_goes_on(emulated_run: Callable[..., EmulatedRun], fault: str) -> None:
     """At the start of training, in the third iteration, and in the first publish."""
     kind = fault.partition(":")[0]

@@ -125,7 +125,7 @@ LARGEST_GAPS = {True: 0.2, False: 1e-3}
 others in either pool, and on a shared prefix all that follows with it."""
 
 
-COVERED = {"dp2", "tp2", "pp2", "ep2", "snapshot"}
+COVERED = {"dp2", "tp2", "pp2", "ep2", "ppo", "snapshot"}
 """Whose kinds the cover of the matrix has, too, or the runs in turns: these are left to `make test-all`."""
 
 
@@ -189,7 +189,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     assert_same_run(killed, trained.run)
 
 
-@pytest.mark.devices
+@pytest.mark.nightly  # It waits for a minute and a half; the watch itself is in trainer/test_device_watch.py.
 def test_a_kernel_that_hangs_is_named_and_the_run_goes_on_as_if_it_had_not(
     emulated_run: Callable[..., EmulatedRun], trained: EmulatedRun
 ) -> None:
