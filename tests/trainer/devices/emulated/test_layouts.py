@@ -34,6 +34,14 @@ def on_npus(tmp_path: Path) -> Iterator[Ranks]:
 
 
 @pytest.mark.devices
+def test_every_placement_of_two_ranks_trains_what_a_cpu_trains(
+    one_rank: OneRank, on_npus: Ranks, tmp_path: Path
+) -> None:
+    of_each = {case.placement: case for case in cover_of(with_frozen_models(cases(2)), strength=1)}
+    compare(of_each.values(), one_rank, tmp_path, 600, on_npus)
+
+
+@pytest.mark.nightly
 def test_every_kind_and_setting_of_two_ranks_trains_what_a_cpu_trains(
     one_rank: OneRank, on_npus: Ranks, tmp_path: Path
 ) -> None:

@@ -125,14 +125,8 @@ LARGEST_GAPS = {True: 0.2, False: 1e-3}
 others in either pool, and on a shared prefix all that follows with it."""
 
 
-COVERED = {"dp2", "tp2", "pp2", "ep2", "ppo", "snapshot"}
-"""Whose kinds the cover of the matrix has, too, or the runs in turns: these are left to `make test-all`."""
-
-
-@pytest.mark.devices
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.nightly] * (name in COVERED)) for name in LAYOUTS]
-)
+@pytest.mark.nightly  # The cover of the matrix and the runs in turns have their kinds, too.
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_trains_on_policy(emulated_run: Callable[..., EmulatedRun], layout: str) -> None:
     family, *words = LAYOUTS[layout]
     if layout == "snapshot":
@@ -143,7 +137,7 @@ def test_a_layout_trains_on_policy(emulated_run: Callable[..., EmulatedRun], lay
     assert all(record["max_logprob_gap"] < LARGEST_GAPS[BF16 in words] for record in records), records
 
 
-@pytest.mark.devices
+@pytest.mark.nightly  # Too long for `make test-devices`, and little of it is on the device.
 def test_a_program_of_several_turns_is_proven_token_by_token(
     emulated_run: Callable[..., EmulatedRun], tmp_path: Path
 ) -> None:
