@@ -27,6 +27,22 @@ def test_a_fault_is_named_and_the_run_goes_on(emulated_run: Callable[..., Emulat
     assert [record["iteration"] for record in records] == [0, 1, 2] and all(record["on_policy"] for record in records)
 
 
+@pytest.mark.nightly  # Too long for `make test-devices`.
+def test_an_instance_without_memory_is_named_and_started_again_and_the_run_goes_on(
+    emulated_run: Callable[..., EmulatedRun],
+) -> None:
+    """While it generates, or takes weights."""
+    faulty = emulated_run("instance", faults="oom:4000@inference_service")
+    run = faulty.run
+    run.start(*ON_NPU, "--inference.num_instances=2")
+    assert run.finish() == 0, run.everything_said()
+    assert (faulty.folder / "records" / "struck.oom").exists(), "the fault did not strike"
+    assert MESSAGES["oom"] in run.everything_said()
+    assert run.restarts()["trainer"] == 0 and sum(run.restarts().values()) == 1, run.restarts()
+    records = run.lines("metrics.jsonl")
+    assert [record["iteration"] for record in records] == [0, 1, 2] and all(record["on_policy"] for record in records)
+
+
 @pytest.mark.nightly  # Too long for `make test-devices`, which has the same fault with a restart.
 def test_a_device_lost_without_a_restart_ends_the_run_which_resumes(emulated_run: Callable[..., EmulatedRun]) -> None:
     run = emulated_run("ended", faults="lost:7000@async_rl.trainer").run
