@@ -311,18 +311,18 @@ def _largest_error(
     # No row attends to another group's: the dense reference, quadratic in the rows, is computed group by group.
     wide = [tensor.to(torch.float32 if dtype == torch.bfloat16 else dtype) for tensor in inputs]
     expected = [torch.empty_like(tensor) for tensor in (wide[3], *wide[:3])]
-    for group, rows in zip(zip(*lens, strict=True), _rows_of_groups(lens), strict=True):
+    for group, rows in zip(zip(*lens, strict=True), _rows_of_groups(lens, device), strict=True):
         one = _check_segments(((group[0],), (group[1],)), device)
         for whole, part in zip(expected, results_of(None, one, [tensor[rows] for tensor in wide]), strict=True):
             whole[rows] = part
-    return max(_row_error(actual, expected) for actual, expected in zip(actual, expected, strict=True))
+    return max(map(_row_error, actual, expected))
 
 
-def _rows_of_groups(lens: LensOfGroups) -> list[torch.Tensor]:
+def _rows_of_groups(lens: LensOfGroups, device: torch.device) -> list[torch.Tensor]:
     """The rows of each group's prompt and responses, in the order of a micro-batch of that group alone."""
     prompts, responses = lens
     num_rows = [*prompts, *map(sum, responses)]
-    parts = torch.arange(sum(num_rows)).split(num_rows)
+    parts = torch.arange(sum(num_rows), device=device).split(num_rows)
     return [torch.cat([parts[i], parts[len(prompts) + i]]) for i in range(len(prompts))]
 
 
