@@ -1,7 +1,7 @@
 """Which tests `make test` leaves to `make test-all`, and which come first."""
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,14 @@ OWN_LAYERS = ("qwen3", "qwen3_moe", "mistral", "gemma3_text", "deepseek_v3", "qw
 """Families that have among them each kind of layer there is: the layers of the others are made of the same parts."""
 
 
-def by_day(families: Iterable[str]) -> list[Any]:
-    """Parameters, of which those of `OWN_LAYERS` are for `make test`."""
-    return [each if each in OWN_LAYERS else pytest.param(each, marks=pytest.mark.nightly) for each in families]
+def by_day(names: Iterable[str], chosen: Collection[str] = OWN_LAYERS) -> list[Any]:
+    """Parameters, of which the chosen ones are for `make test`."""
+    return [each if each in chosen else at_night(each) for each in names]
+
+
+def at_night(*case: Any) -> Any:
+    """A parameter, or several, for `make test-all` only."""
+    return pytest.param(*case, marks=pytest.mark.nightly)
 
 
 def is_nightly(path: Path, markers: set[str]) -> bool:

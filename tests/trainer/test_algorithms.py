@@ -24,6 +24,7 @@ from async_rl.method.types import Batch, Group
 from tests.support.algorithm_formulas import Written
 from tests.support.algorithms import MAX_RESPONSE_TOKENS
 from tests.support.finished_groups import Arriving
+from tests.support.tiers import by_day
 from tests.support.trainer.grpo_reference import sample_distributions, sample_logprobs, sampled_tokens
 from tests.support.trainer.layout_comparison import deviation, run_distributed
 from tests.support.trainer.layout_worker import Job, run
@@ -141,9 +142,7 @@ def as_written(
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 20])
-@pytest.mark.parametrize(
-    "name", [each if each in BY_DAY else pytest.param(each, marks=pytest.mark.nightly) for each in EVERYTHING]
-)
+@pytest.mark.parametrize("name", by_day(EVERYTHING, BY_DAY))
 def test_a_step_equals_the_formulas_with_the_log_probs_of_transformers(
     name: str,
     micro_batch_tokens: int,

@@ -91,9 +91,9 @@ class HttpClient:
 
 
 def _verification(url: str) -> ssl.SSLContext:
-    """The system's certificate authorities, such as a company's own; httpx would use certifi's list.
+    """By the system's certificate authorities, such as a company's own; httpx would use certifi's list.
 
-    None for a server without TLS: reading hundreds of them takes longer than its answer.
+    By none where the server speaks no TLS: to read hundreds of them takes longer than its answer.
     """
     if url.lower().startswith("https:"):
         return ssl.create_default_context()

@@ -107,10 +107,8 @@ class Rendezvous:
 
     def lost(self) -> list[int]:
         """The ranks whose members have come and ended their connection, the first one first."""
-        store = self._server.store(self._config.timeout_s)
-        lost = [rank for rank in range(1, self._world_size) if store.check([lost_key(rank)])]
-        # Not `get`, which fails once the store is closed.
-        return sorted(lost, key=lambda rank: store.add(lost_key(rank), 0))
+        ranks = {lost_key(rank): rank for rank in range(1, self._world_size)}
+        return [ranks[key] for key in dict.fromkeys(self._server.ended) if key in ranks]
 
     def call_off(self, without: Collection[int]) -> str:
         """Ends the wait of all members, because it failed or the ranks `without` will not join; returns why.

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 from torch.distributed import Store
@@ -153,10 +152,7 @@ class RendezvousStore(Store):
         return int(self._ask({"op": "count"}))
 
     def set_at_end(self, key: str) -> None:
-        """Has the host set `key` when this member's connection ends, as it does when its process is killed.
-
-        Its value is how many such connections had ended before.
-        """
+        """Has the host set `key` when this member's connection ends, as it does when its process is killed."""
         self._ask({"op": "set_at_end", "key": key})
 
     def clone(self) -> "RendezvousStore":
@@ -183,7 +179,8 @@ class StoreServer:
         # In the order in which they came.
         self._strangers: dict[socket.socket, None] = {}
         self._members: set[socket.socket] = set()
-        self._ends = count()
+        self.ended: list[str] = []
+        """The keys that were set because a member's connection had ended, the first one first."""
         self._is_closed = False
         try:
             self._listener = listen(address, MAX_STRANGERS)
@@ -263,11 +260,12 @@ class StoreServer:
                 send_frame(connection, answer)
         finally:
             for key in keys_at_end:
-                self._values.answer({"op": "set", "key": key, "value": str(next(self._ends)).encode().hex()})
+                self._values.answer({"op": "set", "key": key, "value": ""})
+                self.ended.append(key)
 
 
 def lost_key(rank: int) -> str:
-    """What the host sets when the connection of that rank's member ends, to how many had ended before."""
+    """What the host sets when the connection of that rank's member ends."""
     return f"lost/{rank}"
 
 

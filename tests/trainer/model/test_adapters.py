@@ -138,14 +138,14 @@ def test_steps_are_those_of_adamw_on_the_factors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Adam divides a gradient by its own size: without a larger eps, rounding decides the steps of tiny gradients.
-    monkeypatch.setattr(optimizer, "EPS", 1e-3)
+    monkeypatch.setattr(optimizer, "EPS", 1e-2)
     base = tiny_model("qwen3")
     adapter = random_adapters(base, tmp_path / "adapters")
     assert adapter.path is not None
     file = adapter.path / WEIGHTS_FILE
     trainer = make_trainer(base, adapter=adapter, weight_decay=0.1, clip_grad_norm=1e9, schedule="constant")
     factors = {name: tensor.double().requires_grad_() for name, tensor in load_file(file).items()}
-    steps = torch.optim.AdamW(factors.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-3, weight_decay=0.1)
+    steps = torch.optim.AdamW(factors.values(), lr=1e-2, betas=(0.9, 0.999), eps=1e-2, weight_decay=0.1)
     for _ in range(2):
         expected = grpo_in_transformers(base, base, ragged_groups, adapter=adapter.path)
         for group in with_logprobs(ragged_groups, expected.logprobs):

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from async_rl.method.types import Group
+from tests.support.tiers import at_night
 from tests.support.tiny_model import make_tiny_model
 from trainer.trainer import MegatronTrainer
 
@@ -18,11 +19,6 @@ MakeTrainer = Callable[..., MegatronTrainer]
 
 MOONLIGHT = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": {"rope_type": "default"}}
 NO_DENSE = {"first_k_dense_replace": 0, "n_group": 2, "topk_group": 1, "v_head_dim": 24, "rope_interleave": False}
-
-
-def at_night(*case: Any) -> Any:
-    """What has its parts in others, too."""
-    return pytest.param(*case, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(
