@@ -18,6 +18,7 @@ from async_rl.shared.programs.process_guard import end_with_parent
 from deploy.local.machine import Machine
 from deploy.local.plan import num_ports, plan
 from tests.conftest import WARM
+from tests.support import ROOT
 from tests.support.local_run import command_of
 from tests.support.minimal_config import minimal_tree
 from tests.support.warm import facts
@@ -79,6 +80,29 @@ def test_a_fork_sees_what_a_new_interpreter_sees(
         each |= each.pop("environment")
     names = (warm.keys() | cold.keys()) - set(OF_ONE)
     assert {n: (cold.get(n), warm.get(n)) for n in names if cold.get(n) != warm.get(n)} == {}
+
+
+SCRIPT = """#!{python}
+import json, os, sys
+sys.path.insert(1, {root!r})
+from tests.support.warm.facts import facts
+print(json.dumps({{"is warm": "torch" in sys.modules, "main": __name__, "file": __file__, **facts()}}))
+"""
+
+
+def test_a_script_in_place_of_python_sees_what_it_sees_anew(once: Callable[[bool], None], tmp_path: Path) -> None:
+    script = tmp_path / "own python"
+    script.write_text(SCRIPT.format(python=sys.executable, root=str(ROOT)))
+    script.chmod(0o755)
+    seen: list[dict[str, Any]] = []
+    for on in (False, True):
+        once(on)
+        command = [str(script), "-m", facts.__name__, "two words"]
+        done = subprocess.run(command, input="typed", capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        seen.append({name: fact for name, fact in json.loads(done.stdout).items() if name != "descriptors"})
+    assert [each.pop("is warm") for each in seen] == [False, True]
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("how", ["", "code", "text", "raises", "interrupted", "killed"])

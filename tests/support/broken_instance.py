@@ -27,12 +27,22 @@ FACTOR = 0.7
 """Of the temperature that such an instance samples at, to the one that is asked for."""
 
 
+PROGRAM = """#!{python}
+import sys
+
+sys.path.insert(0, {root!r})
+from {module} import start
+
+start({place!r}, *sys.argv[2:])
+"""
+
+
 def broken_python(directory: Path, faults: Sequence[str]) -> Path:
     """A program in place of Python, for `inference.python`; "" is an instance without a fault."""
     directory.mkdir()
     (directory / "faults.json").write_text(json.dumps(list(faults)))
     program = directory / "python"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -P -m {__name__} "{directory}" "$@"\n')
+    program.write_text(PROGRAM.format(python=sys.executable, root=str(ROOT), module=__name__, place=str(directory)))
     program.chmod(0o755)
     return program
 
@@ -151,8 +161,8 @@ def _take_fault(directory: Path, port: str) -> str:
     raise SystemExit("more instances than faults")
 
 
-if __name__ == "__main__":
-    place, _, program, *arguments = sys.argv[1:]
+def start(place: str, program: str, *arguments: str) -> None:
+    """The program `python -m program arguments`, with the next fault."""
     if "--check" not in arguments:
         BREAK[_take_fault(Path(place), arguments[arguments.index("--port") + 1])]()
     sys.argv = [program, *arguments]

@@ -112,13 +112,13 @@ def main() -> NoReturn:
         wait_quietly()
         start, descriptors = serve(its)
     # Not before: an interpreter of its own is not taken for another of these programs.
-    set_command_line(start.words)
+    set_command_line(start.command)
     prepare_interpreter(start, path)
     os.close(STARTED)
-    run(start.module)
+    run(start.module, start.script)
 
 
-def run(module: str) -> NoReturn:
+def run(module: str, script: str | None) -> NoReturn:
     """Runs a program to its end, as Python does, but for the removal of its modules, which would touch all memory."""
     code: object = 0
     # What runs as the main program is not one of the imported modules.
@@ -126,7 +126,10 @@ def run(module: str) -> NoReturn:
     if not hasattr(sys.modules.get(module), "__path__"):
         sys.modules.pop(module, None)
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if script is None:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         code = end.code
     except KeyboardInterrupt:

@@ -71,7 +71,7 @@ LIMITS = [value for name, value in vars(resource).items() if name.startswith("RL
 @dataclass(frozen=True)
 class Start:
     """One start of `python [-u] -m module`, whose descriptors are sent beside it: standard input, output and error,
-    and the pipe that the starter reads until the program runs."""
+    and the pipe that the starter reads until the program runs. In place of python a script for it may stand."""
 
     words: list[str]
     module: str
@@ -97,6 +97,15 @@ class Start:
     def starts_others(self) -> bool:
         return self.module in STARTS_OTHERS
 
+    @property
+    def command(self) -> list[str]:
+        """As the kernel shows it."""
+        return [sys.executable, *self.words] if self.script else self.words
+
+    @property
+    def script(self) -> str | None:
+        return None if self.words[0] == sys.executable else self.words[0]
+
 
 def start_of(
     words: Sequence[str | bytes | os.PathLike[str]],
@@ -113,7 +122,7 @@ def start_of(
     module = texts[len(options) + 1] if options[-1:] == ["-m"] and len(texts) > len(options) + 1 else ""
     is_known = module in STARTS_OTHERS or module in LEAVES or module.startswith(TRAINING_RANKS)
     where = Path.cwd() / (directory or "")
-    if texts[0] != sys.executable or not is_known or not _has_imports_of(warm, environment, str(where)):
+    if not is_known or not _is_python(texts[0]) or not _has_imports_of(warm, environment, str(where)):
         return None
     name = None if before is None else _name_of(before)
     if not where.is_dir() or _has_its_own(where, module) or (before is not None and name is None):
@@ -132,6 +141,17 @@ def start_of(
         cores=sorted(os.sched_getaffinity(0)),
         limits=[(limit, *resource.getrlimit(limit)) for limit in LIMITS],
     )
+
+
+def _is_python(program: str) -> bool:
+    """Whether it is this interpreter, or a script that names it in its first line."""
+    if program == sys.executable:
+        return True
+    try:
+        with Path(program).open("rb") as file:
+            return file.readline() == f"#!{sys.executable}\n".encode()
+    except OSError:
+        return False
 
 
 def _has_its_own(directory: Path, module: str) -> bool:
@@ -221,11 +241,12 @@ def prepare_interpreter(start: Start, path: Sequence[str]) -> None:
     sys.stdin = sys.__stdin__ = _stream(sys.stdin, BufferedReader(FileIO(0, "rb", closefd=False)))  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _stream(sys.stdout, _output(1), unbuffered)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _stream(sys.stderr, _output(2), unbuffered, True)  # type: ignore[misc]
-    sys.orig_argv = list(start.words)
-    sys.argv = ["-m", *start.words[start.words.index("-m") + 2 :]]
+    sys.orig_argv = list(start.command)
+    sys.argv = start.words if start.script else ["-m", *start.words[start.words.index("-m") + 2 :]]
     in_directory = _begins_with(start.environment, start.directory) and list(path[:1]) != [start.directory]
     of_module = not start.environment.get("PYTHONSAFEPATH")
-    sys.path[:] = [*[start.directory] * (in_directory + of_module), *path]
+    first = str(Path(start.script).parent) if start.script else start.directory
+    sys.path[:] = [*[first] * of_module, *[start.directory] * in_directory, *path]
     importlib.invalidate_caches()
     random.seed()
     if numpy := sys.modules.get("numpy"):

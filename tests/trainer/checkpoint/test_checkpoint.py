@@ -19,6 +19,7 @@ from torch.distributed import checkpoint as dcp
 from async_rl.errors import ConfigError, Fenced, WriteFailed
 from async_rl.method.types import Group
 from tests.support.full_disk import largest_file
+from tests.support.tiers import at_night
 from tests.support.trainer.checkpoint_worker import TIMEOUT_S, Run, make_trainer, run_config, train_elementwise
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.files import (
@@ -190,13 +191,23 @@ def test_experts_move_between_expert_parallel_ranks_and_one(
     assert_same(tmp_path / "3/iteration-000003", tmp_path / "1/iteration-000003")
 
 
+LAYOUTS = {
+    "tensor": {"tensor_parallel": 2},
+    "interleaved": {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2},
+    "pipeline": {"pipeline_parallel": 2},
+    "context": {"context_parallel": 2},
+}
+
+
 @pytest.mark.distributed
+@pytest.mark.parametrize(
+    "names", [("tensor", "interleaved"), at_night(("tensor", "pipeline", "context", "interleaved"))], ids="-".join
+)
 def test_adapters_go_on_bit_for_bit_under_any_layout_without_the_weights_below(
-    tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
+    names: tuple[str, ...], tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:
-    """One rank, four ways of two ranks, one rank; with an old policy and a critic, which have adapters of theirs."""
+    """One rank, these of two ranks, one rank; with an old policy and a critic, which have adapters of theirs."""
     model = tiny_model("qwen3", tied=True, num_hidden_layers=4)
-    interleaved = {"pipeline_parallel": 2, "virtual_pipeline_parallel": 2}
     sections = {
         "adapter": {"rank": 3},
         "algorithm": {"name": "ppo", "old_policy": "lagged"},
@@ -209,20 +220,22 @@ def test_adapters_go_on_bit_for_bit_under_any_layout_without_the_weights_below(
         return Run(str(model), str(tmp_path / name), number, (number,), settings, load)
 
     stage(1, "one", None)(parallel)
+    before = ("one", *names)
     start(
         tmp_path,
-        ({"tensor_parallel": 2}, [stage(2, "tensor", "one", tensor_parallel=2)]),
-        ({"pipeline_parallel": 2}, [stage(3, "pipeline", "tensor", pipeline_parallel=2)]),
-        ({"context_parallel": 2}, [stage(4, "context", "pipeline", context_parallel=2)]),
-        (interleaved, [stage(5, "interleaved", "context", **interleaved)]),
+        *(
+            (LAYOUTS[name], [stage(number, name, before[number - 2], **LAYOUTS[name])])
+            for number, name in enumerate(names, start=2)
+        ),
     )
-    stage(6, "again", "interleaved")(parallel)
-    Run(str(model), str(tmp_path / "whole"), 6, tuple(range(1, 7)), sections)(parallel)
-    for number, name in enumerate(("one", "tensor", "pipeline", "context", "interleaved", "again"), start=1):
+    num_stages = len(names) + 2
+    stage(num_stages, "again", names[-1])(parallel)
+    Run(str(model), str(tmp_path / "whole"), num_stages, tuple(range(1, num_stages + 1)), sections)(parallel)
+    for number, name in enumerate((*before, "again"), start=1):
         checkpoint = f"iteration-00000{number}"
         assert_same(tmp_path / name / checkpoint, tmp_path / "whole" / checkpoint)
-    names = {name.split(".", 1)[1] for name in whole_tensors(tmp_path / "again/iteration-000006")}
-    assert {name for name in names if "lora" not in name} == {"output_layer.weight"}, "the critic's head"
+    kept = {name.split(".", 1)[1] for name in whole_tensors(tmp_path / f"again/iteration-00000{num_stages}")}
+    assert {name for name in kept if "lora" not in name} == {"output_layer.weight"}, "the critic's head"
 
 
 def test_boxes_hold_each_element_of_the_range_once_and_in_order() -> None:

@@ -14,6 +14,7 @@ from async_rl.errors import ConfigError
 from tests.support import ROOT
 from tests.support.devices.attention_inputs import SHAPES, make_inputs, make_segments
 from tests.support.devices.step_worker import train_step
+from tests.support.tiers import at_night
 from trainer.attention.shared_attention import checked_kernel, shared_prompt_attention
 from trainer.devices import choose_device, cuda
 from trainer.parallel import Parallel
@@ -105,7 +106,7 @@ def test_cuda_kernel_passes_the_check_on_first_use(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+@pytest.mark.parametrize("device", [at_night("cpu"), pytest.param("cuda", marks=on_gpu)])
 def test_bf16_step_on_a_device_is_near_the_float32_step_on_cpu(device: str, parallel: Parallel) -> None:
     # In a process of its own: the CPU's substitutions in Megatron last as long as the process.
     command = [sys.executable, "-m", "tests.support.devices.step_worker", device]

@@ -49,6 +49,7 @@ print([name for name in sys.modules if ".".join(name.split(".")[:2]) in {tuple(P
 """
 
 
+@pytest.mark.nightly  # an import contract holds it, but for what is loaded by name
 @pytest.mark.distributed
 def test_no_entry_point_of_the_core_loads_an_optional_part() -> None:
     shown = subprocess.run([sys.executable, "-c", SHOW_LOADED], cwd=ROOT, capture_output=True, text=True, check=True)
