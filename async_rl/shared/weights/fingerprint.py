@@ -48,8 +48,15 @@ class Fingerprint:
 
     def add(self, spec: TensorSpec, data: torch.Tensor) -> None:
         """Adds one tensor; `data` is its uint8 view on any device, [num_bytes]."""
+        self.add_pieces(spec, [data.cpu()])
+
+    def add_pieces(self, spec: TensorSpec, pieces: Iterable[torch.Tensor]) -> None:
+        """Adds one tensor, of which the pieces are the bytes in order, on the host, each uint8 [its bytes]."""
+        of_tensor = xxhash.xxh3_128()
+        for piece in pieces:
+            of_tensor.update(piece.numpy().data)
         self._fold.update(f"{spec.name}|{spec.dtype_name}|{spec.shape}|".encode())
-        self._fold.update(xxhash.xxh3_128_digest(data.cpu().numpy().data))
+        self._fold.update(of_tensor.digest())
 
     def hexdigest(self) -> str:
         return self._fold.hexdigest()

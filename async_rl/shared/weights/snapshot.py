@@ -5,7 +5,7 @@ it with `read_snapshot`.
 """
 
 import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from async_rl.errors import ConfigError, PublishError
 from async_rl.shared.weights.fingerprint import Fingerprint, Stream, TensorSpec
+from async_rl.shared.weights.host_pieces import HostPieces
 
 DTYPE_CODES = {
     "float64": "F64",
@@ -46,6 +47,7 @@ class SnapshotWriter:
         self.path = path
         self._hidden_path = path.with_name(f".{path.name}")
         self._missing = {spec.name for spec in specs}
+        self._host_pieces = HostPieces()
         header, self._starts = _layout(specs)
         self._file: BinaryIO | None = None
         try:
@@ -67,10 +69,12 @@ class SnapshotWriter:
         items = iter(stream)
         try:
             for spec, tensor in items:
-                data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
-                self._add(spec, data)
+                data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                written = self._write_tensor(spec, self._host_pieces.of(data))
                 if fingerprint is not None:
-                    fingerprint.add(spec, data)
+                    fingerprint.add_pieces(spec, written)
+                for _ in written:
+                    pass
                 yield spec, tensor
         finally:
             if isinstance(items, Generator):
@@ -103,13 +107,15 @@ class SnapshotWriter:
             self._file = None
             self._hidden_path.unlink(missing_ok=True)
 
-    def _add(self, spec: TensorSpec, data: torch.Tensor) -> None:
-        """Writes one tensor, given as its bytes on the host, uint8 [num_bytes]."""
+    def _write_tensor(self, spec: TensorSpec, pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Writes one tensor, given as its bytes on the host, and yields each piece after it was written."""
         assert self._file is not None, "the snapshot was committed or discarded"
         self._missing.remove(spec.name)
         try:
             self._file.seek(self._starts[spec.name])
-            self._write(data.numpy().data)
+            for piece in pieces:
+                self._write(piece.numpy().data)
+                yield piece
         except OSError as error:
             raise self._cannot_write(error) from error
 

@@ -1,6 +1,9 @@
-"""What a publish between devices takes besides the weights is at most what the forecast says, at both ends."""
+"""What a publish between devices takes besides the weights is at most what the forecast says, at both ends; on the host
+two buffers."""
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +11,9 @@ import torch
 
 from async_rl.checks.forecast import memory
 from async_rl.checks.forecast.instance_memory import RECEIVED_MESSAGES
-from async_rl.shared.weights import fingerprint, stream
+from async_rl.shared.weights import fingerprint, host_pieces, stream
 from async_rl.shared.weights.fingerprint import TensorSpec, fingerprint_on
+from async_rl.shared.weights.snapshot import SnapshotWriter
 from async_rl.shared.weights.store import StoreServer
 from async_rl.shared.weights.stream import WeightGroup
 from tests.support.devices.emulated.process import on_emulated_npu
@@ -20,6 +24,8 @@ SCALE = 512
 """By which all sizes are smaller than they are."""
 SIZES = {stream: ("WINDOW_BYTES", "DEVICE_BUCKET_BYTES"), fingerprint: ("SUMMED_BYTES", "BLOCK_WORDS")}
 EMBEDDING, MATRIX = 1200 * 1024, 17 * 1024
+MIXED = [((7, 613), torch.float32), ((), torch.bfloat16), ((0, 4), torch.float32), ((500,), torch.bfloat16)]
+"""One of many pieces, one of a whole piece, and some of less."""
 SPECS = [TensorSpec(f"t{i}", "uint8", (size,)) for i, size in enumerate([EMBEDDING, *[MATRIX] * 200, EMBEDDING])]
 
 
@@ -68,3 +74,27 @@ def test_an_embedded_engine_which_has_places_for_all_stays_within_the_forecast()
 def test_a_loader_that_holds_what_it_was_given_last_stays_within_the_forecast() -> None:
     share = share_of_forecast(RECEIVED_MESSAGES["vllm"], lambda group, weights: receive(group, weights, {}))
     assert 0.3 < share <= 1, share
+
+
+@on_emulated_npu
+def test_a_snapshot_of_a_devices_weights_passes_two_pinned_buffers_and_is_that_of_a_cpu() -> None:
+    """Copies are late here: a piece that was used before its copy has ended would be another one."""
+    host_pieces.PIECE_BYTES = 1000
+    weights = [torch.randn(shape).to(dtype) for shape, dtype in MIXED]
+    specs = [TensorSpec(f"t{i}", str(w.dtype).removeprefix("torch."), tuple(w.shape)) for i, w in enumerate(weights)]
+    pinned: list[torch.Size] = []
+    new = torch.empty
+
+    def counted(*size: Any, **options: Any) -> torch.Tensor:
+        pinned.extend([torch.Size(size)] if options.get("pin_memory") else [])
+        return new(*size, **options)
+
+    torch.empty = counted
+    written = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for device in ("cpu", "npu"):
+            writer = SnapshotWriter(Path(folder) / device, specs)
+            sent = ((spec, weight.to(device).add(0)) for spec, weight in zip(specs, weights, strict=True))
+            written[device] = (writer.write(sent), writer.commit().read_bytes())
+    assert written["npu"] == written["cpu"]
+    assert pinned == [torch.Size([1000])] * 2
