@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from async_rl.config.section import Section
+from async_rl.config.section import ProgramText, Section
+from async_rl.shared.protocol.body import matching
 
 LAUNCHERS_OWN = ("--array", "-a", "--dependency", "-d", "--parsable", "--test-only", "--wait", "-W", "--wrap")
 """Options of sbatch that decide what a job is, or whether it is submitted."""
@@ -17,7 +18,9 @@ def _is_left_to_users(option: str) -> str:
     return option
 
 
-SlurmOption = Annotated[str, Field(pattern=r"^-[^\n\r\x00]+$"), AfterValidator(_is_left_to_users)]
+SlurmOption = Annotated[
+    str, matching(r"-[^\n\r\x00]+", "one line that begins with '-'"), AfterValidator(_is_left_to_users)
+]
 """One line of a job script."""
 
 SlurmOptions = dict[Literal["all", "training", "instances"], tuple[SlurmOption, ...]]
@@ -27,9 +30,9 @@ def _of_all_jobs(options: Any) -> Any:
     return {"all": options} if isinstance(options, list | tuple) else options
 
 
-VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-
-VariableValue = Annotated[str, Field(pattern=r"^[^\x00]*$")]
+VariableName = Annotated[
+    str, matching("[A-Za-z_][A-Za-z0-9_]*", "a name of letters, digits and '_' that begins with no digit")
+]
 
 TOKEN_VARIABLE = "ASYNC_RL_TOKEN"
 
@@ -45,7 +48,7 @@ class ClusterSection(Section):
         "inference.num_instances, which is the least",
     )
     python: str | None = Field(None, description="the interpreter on the hosts; by default the launcher's own")
-    env: dict[VariableName, VariableValue] = Field(
+    env: dict[VariableName, ProgramText] = Field(
         default_factory=dict, description="environment of all tasks; never put secrets here"
     )
     max_restarts: int = Field(

@@ -3,14 +3,14 @@
 from pydantic import Field
 
 from async_rl.config.prompts_section import Columns
-from async_rl.config.section import Section
+from async_rl.config.section import PlainName, Section
 
 
 class EvaluationSet(Section):
     """`[[evaluation.sets]]`: prompts are rendered as those of the `prompts` section, and answered and scored as in
     training."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="as its figures are called")
+    name: PlainName = Field(description="as its figures are called")
     source: str = Field(description="as prompts.source, or held-out: the rows of prompts.held_out")
     columns: Columns | None = Field(None, description="as those of prompts, which are the default")
     num_samples: int = Field(1, ge=1, le=1024, description="k: rollouts per prompt, for pass@1 and pass@k")

@@ -11,6 +11,7 @@ from async_rl.config.keys import explain_unknown, find_key, keys_of, read_value,
 from async_rl.config.secrets import masked, masked_text
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.shared.protocol.body import said_of
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -80,5 +81,5 @@ def _explain(item: Any) -> str:
     if item["type"] == "missing":
         return f"missing key {name!r}: it has no default; set it in the file or as --{name} VALUE{meaning}"
     # Our own validators have complete messages.
-    message = str(item["msg"]).removeprefix("Value error, ")
+    message = said_of(item)
     return f"{name}: {message} (got {given!r}){meaning}" if key or len(loc) > 1 else message

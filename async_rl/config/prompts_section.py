@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from async_rl.config.section import Section
+from async_rl.config.section import PlainName, Section
 
 SOURCES = (
     "a .jsonl, .json, .csv or .parquet file, a directory of `datasets`, hf:OWNER/NAME[:CONFIG][:SPLIT], or "
@@ -52,7 +52,7 @@ RENDERING = frozenset(
 class MixturePart(Section):
     """`[[prompts.mixture]]`: one of several sources of prompts."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", description="of the part, in prompt ids and metrics")
+    name: PlainName = Field(description="of the part, in prompt ids and metrics")
     source: str = Field(description="as prompts.source")
     weight: float = Field(1.0, gt=0, le=1e6, description="its share of the prompts, relative to the other parts")
     columns: Columns = Field(default_factory=dict, description="as prompts.columns")

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from async_rl.config.secrets import PLACE_OF_TOKEN
 from async_rl.config.section import NoOptions, Options, Section, read_options
 from async_rl.errors import ConfigError
+from async_rl.shared.protocol.body import matching
 
 BUILT_IN = ("math", "multiple_choice", "exact", "f1", "regex", "reasoning_gym", "code", "http", "judge")
 """Each is the file of its name in `async_rl/rollouts/rewards/`, or in an optional part."""
@@ -46,9 +47,8 @@ class RegexOptions(_WithPatterns):
 
 class HTTPOptions(Section):
     url: str = Field(description="where groups are posted; of judge: base URL of an OpenAI-compatible server, with /v1")
-    token_from: str | None = Field(
+    token_from: Annotated[str, matching(PLACE_OF_TOKEN, "env:VARIABLE or file:PATH")] | None = Field(
         None,
-        pattern=PLACE_OF_TOKEN,
         description="where the bearer token is, env:VARIABLE or file:PATH; never the token itself",
     )
     correct_at: float | None = Field(None, description="the least reward of a correct response; by default none is")
@@ -140,10 +140,8 @@ class RewardPart(RewardSettings):
 
     name: str = Field(description="of the reward, as reward.name")
     weight: float = Field(1.0, ge=-1e6, le=1e6, description="the total is the sum of weight x reward over the parts")
-    label: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9_./-]+$",
-        description="as figures and rows call it; by default its name",
+    label: Annotated[str, matching("[A-Za-z0-9_./-]+", "letters, digits, '_', '.', '/' and '-'")] | None = Field(
+        None, description="as figures and rows call it; by default its name"
     )
 
     @property

@@ -2,19 +2,24 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from async_rl.config.keys import kinds_of
 from async_rl.config.secrets import masked
 from async_rl.errors import ConfigError
+from async_rl.shared.protocol.body import matching, said_of
 
 MAX_DURATION_S = 1e9
 """Of any duration; Python's threads wait for nine times as long at most."""
 
 MAX_NUMBER = 2**53
 """Of any whole number without a limit of its own: with some more of them added it is still one of 64 bits."""
+
+PlainName = Annotated[str, matching("[A-Za-z0-9_.-]+", "letters, digits, '_', '.' and '-'")]
+
+ProgramText = Annotated[str, matching(r"[^\x00]*", "a text without a zero character, which no program can be given")]
 
 
 class Section(BaseModel):
@@ -74,4 +79,4 @@ def _explain(table: str, item: Any) -> str:
     key = ".".join([table, *map(str, item["loc"])])
     if item["type"] == "missing":
         return f"{key}: it is missing, and has no default"
-    return f"{key}: {str(item['msg']).removeprefix('Value error, ')} (got {masked(key, item['input'])!r})"
+    return f"{key}: {said_of(item)} (got {masked(key, item['input'])!r})"

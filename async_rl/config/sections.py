@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,7 +21,7 @@ from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
-from async_rl.config.section import Section
+from async_rl.config.section import ProgramText, Section
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
@@ -84,9 +84,7 @@ class InferenceSection(Section):
     num_instances: int = Field(1, ge=1, description="processes to start")
     tensor_parallel: int = Field(1, ge=1, description="workers of one instance; vllm only")
     max_concurrency: int = Field(64, ge=1, description="responses generated at once")
-    engine_options: tuple[Annotated[str, Field(pattern=r"^[^\x00]*$")], ...] = Field(
-        (), description="further arguments of vLLM's own server"
-    )
+    engine_options: tuple[ProgramText, ...] = Field((), description="further arguments of vLLM's own server")
 
 
 @dataclass(frozen=True, slots=True)

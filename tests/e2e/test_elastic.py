@@ -142,3 +142,35 @@ def test_a_run_without_a_known_instance_waits_for_one_to_register_and_hands_over
     assert {record["retries"] for record in fleet.run.lines("metrics.jsonl")} == {0}
     assert not (fleet.run.dir / "fleet.json").exists()
     assert second.poll() is None, "it waits for the next run"
+
+
+@pytest.mark.nightly
+def test_two_runs_that_are_given_the_same_instance_are_both_proven_and_lose_only_time(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """It answers the trainer whose weights it has, and refuses the other one, which goes on without it."""
+    (tmp_path / "other").mkdir()
+    runs = (fleet.run, Run(tmp_path / "other", fleet.model))
+    (port,) = free_ports(1)
+    try:
+        for run in runs:
+            run.start("--train.iterations=25", "--publish.timeout_s=5")
+        # It is registered nowhere.
+        serve = [sys.executable, "-m", "inference_service", "--model", str(fleet.model), "--port", str(port)]
+        fleet.instances.append(subprocess.Popen(serve, env={**os.environ, "OMP_NUM_THREADS": "1"}))
+        for run in runs:
+            run.wait_for_iterations(1)
+            Fleet(run, fleet.model).command("add", f"http://127.0.0.1:{port}", "--name", "shared")
+        for run in runs:
+            assert run.finish() == 0, run.everything_said()
+    finally:
+        runs[1].end()
+    for run in runs:
+        proofs = run.lines("ledger.jsonl")
+        assert [proof["iteration"] for proof in proofs] == list(range(25))
+        assert all(
+            proof["on_policy"] and proof["num_groups"] == 6 and proof["max_logprob_gap"] < 1e-3 for proof in proofs
+        )
+    took_part = [{url for p in run.lines("ledger.jsonl") for url in p["logprob_gaps"]["instances"]} for run in runs]
+    assert any(f"http://127.0.0.1:{port}" in urls for urls in took_part)
+    assert any("leaves service" in run.everything_said() or "serves one run" in run.everything_said() for run in runs)

@@ -20,6 +20,7 @@ from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.rollouts.fleet.endpoint import EndpointFailed, FleetClient, find_endpoint
 from async_rl.shared.programs.command_line import Commands, Parser
 from async_rl.shared.programs.error_text import error_text, one_line
+from async_rl.shared.protocol.body import said_of
 from async_rl.shared.protocol.fleet import AddRequest, FleetInfo, NameRequest
 from async_rl.shared.protocol.routes import FLEET_ADD, FLEET_DRAIN, FLEET_REMOVE
 
@@ -95,7 +96,7 @@ def _body(kind: type[Body], **fields: str | None) -> Body:
         return kind(**fields)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"{first['loc'][0]} {first['input']!r}: {first['msg']}") from error
+        raise ConfigError(f"{first['loc'][0]} {first['input']!r}: {said_of(first)}") from error
 
 
 def _parsers() -> dict[str, Parser]:

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from async_rl.shared.protocol.body import ErrorInfo, ErrorResponse
+from async_rl.shared.protocol.body import ErrorInfo, ErrorResponse, said_of
 
 MAX_MESSAGE_CHARS = 2000
 """Longer messages are cut: they may repeat a value of the request, which can be long."""
@@ -48,7 +48,7 @@ async def invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     param = ".".join(str(part) for part in first["loc"] if part != "body")
-    return error_response(f"{param or 'body'}: {first['msg']}", HTTPStatus.BAD_REQUEST, param or None)
+    return error_response(f"{param or 'body'}: {said_of(first)}", HTTPStatus.BAD_REQUEST, param or None)
 
 
 class BearerToken:

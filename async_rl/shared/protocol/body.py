@@ -1,9 +1,11 @@
 """Types that the bodies of both protocols share."""
 
+import re
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import ErrorDetails
 
 MAX_UNKNOWN_FIELDS: Final = 16
 """That are described one by one: millions of them would take gigabytes."""
@@ -15,9 +17,29 @@ def _require_splittable(url: str) -> str:
     return url
 
 
+def matching(pattern: str, expected: str) -> AfterValidator:
+    """Texts of which all matches the regular expression; others are an error that says what was `expected`."""
+    whole = re.compile(pattern)
+
+    def require(text: str) -> str:
+        if not whole.fullmatch(text):
+            raise ValueError(f"expected {expected}")
+        return text
+
+    return AfterValidator(require)
+
+
+def said_of(error: ErrorDetails) -> str:
+    """What one of pydantic's errors says, without its prefix."""
+    return error["msg"].removeprefix("Value error, ")
+
+
 _HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*)"
 BaseUrl = Annotated[
-    str, Field(pattern=rf"^https?://{_HOST}(:[1-9]\d{{0,4}})?$", max_length=2048), AfterValidator(_require_splittable)
+    str,
+    Field(max_length=2048),
+    matching(rf"https?://{_HOST}(:[1-9][0-9]{{0,4}})?", "http://HOST:PORT, and nothing after it"),
+    AfterValidator(_require_splittable),
 ]
 """An instance's address for other hosts: http://host:port, and nothing after it."""
 

@@ -1,11 +1,11 @@
 """Request and response bodies of the trainer's fleet endpoint, see `async_rl.rollouts.fleet`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from async_rl.shared.protocol.body import BaseUrl, Body, StrictBody
+from async_rl.shared.protocol.body import BaseUrl, Body, StrictBody, matching
 from async_rl.shared.protocol.routes import BOOT_ID
 
 ADDRESS_FILE = "fleet.json"
@@ -62,12 +62,15 @@ class FleetInfo(Body):
     desired_instances: int | None = None
 
 
+Name = Annotated[str, matching("[A-Za-z0-9_.-]{1,128}", "letters, digits, '_', '.' and '-', 128 at most")]
+
+
 class RegisterRequest(StrictBody):
     """POST /fleet/register, periodically: the instance at `url` is running. `boot_id` is new with each start of it."""
 
     url: BaseUrl
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
-    boot_id: str = Field(pattern=BOOT_ID)
+    name: Name
+    boot_id: Annotated[str, matching(BOOT_ID, "letters, digits and '-', 64 at most")]
 
 
 class RegisterResponse(Body):
@@ -82,7 +85,7 @@ class AddRequest(StrictBody):
     """POST /fleet/add: an instance that does not register itself; its name is its host and port unless given."""
 
     url: BaseUrl
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    name: Name | None = None
 
 
 class NameRequest(StrictBody):

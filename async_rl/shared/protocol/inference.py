@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from async_rl.shared.protocol.body import Body, StrictBody, Text
+from async_rl.shared.protocol.body import Body, StrictBody, Text, matching
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 """Lists are checked up to their first error: millions of them would take gigabytes to describe."""
@@ -148,7 +148,7 @@ class AdapterInfo(StrictBody):
 
     rank: int = Field(ge=1)
     alpha: float = Field(gt=0, allow_inf_nan=False)
-    base: str = Field(pattern="^[0-9a-f]{32}$")
+    base: Annotated[str, matching("[0-9a-f]{32}", "32 hexadecimal digits")]
 
     @property
     def scale(self) -> float:

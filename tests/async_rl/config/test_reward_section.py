@@ -91,7 +91,10 @@ def of(name: str, **options: object) -> str:
         (of("http", url=""), r"reward\.options\.url: it is no URL"),
         (of("http", url="http://a:99999"), r"reward\.options\.url: it is no URL"),
         (of("http", url="http://u:p@a"), r"options\.url: it contains a user or a password.*got 'http://\*\*\*@a'"),
-        (of("http", token_from="abc"), r"reward\.options\.token_from: String should match .*\(got '\*\*\*'\)"),
+        (
+            of("http", token_from="abc"),
+            r"reward\.options\.token_from: expected env:VARIABLE or .* \(got '\*\*\*'\)",
+        ),
         (of("math", url="http://a"), r"'math' has the options none: correct reward\.options\.url: Extra"),
         (
             '[reward.options]\na=1\n[[reward.parts]]\nname="regex"',

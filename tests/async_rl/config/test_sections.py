@@ -173,7 +173,7 @@ def test_texts_have_no_zero_character(config_file: Path, name: str) -> None:
 
 
 def test_an_argument_of_an_engine_has_no_zero_character(config_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"inference\.engine_options\.0: String should match"):
+    with pytest.raises(ConfigError, match=r"inference\.engine_options\.0: expected a text without a zero"):
         load_config(config_file, ["--inference.engine=vllm", '--inference.engine_options=["\\u0000"]'])
 
 
