@@ -9,7 +9,7 @@ from async_rl.shared.weights.ipc import FILE_NAME
 from tests.support.local_run import Run
 from tests.support.same_run import assert_same_run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 SETTINGS = (
     "--run.placement=shared",

@@ -27,6 +27,7 @@ def assert_proven(run: Run, num_iterations: int) -> None:
     assert num_cut(run) > 0
 
 
+@pytest.mark.nightly
 def test_a_run_trains_long_groups_in_pieces_as_they_finish(new_run: Callable[..., Run]) -> None:
     run = new_run("pieces").train(*LONG, "--train.iterations=3")
     assert_proven(run, 3)

@@ -8,8 +8,9 @@ from tests.support.chat_tokenizer import make_chat_model
 from tests.support.local_run import Run
 from tests.support.rollout_program import use_program
 from tests.support.selected import require_selected
+from tests.support.tiers import at_night
 
-# The first test waits for both runs.
+# The first test waits for the run.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 EVALUATION = """
@@ -59,14 +60,18 @@ def divided(make_run: Callable[[str], Run]) -> Run:
     return make_run("divided").train(*SETTINGS, "--trainer.num_processes=2")
 
 
-def test_programs_are_proven_token_by_token(run: Run, divided: Run) -> None:
-    for each in (run, divided):
-        require_selected(each)
-        assert len(each.lines("ledger.jsonl")) == NUM_ITERATIONS
-        assert all(record["max_logprob_gap"] < 1e-4 for record in each.lines("metrics.jsonl"))
+LEADERS = pytest.mark.parametrize(("name", "num_leaders"), [("divided", 2), at_night("run", 1)])
 
 
-@pytest.mark.parametrize(("name", "num_leaders"), [("run", 1), ("divided", 2)])
+@LEADERS
+def test_programs_are_proven_token_by_token(name: str, num_leaders: int, request: pytest.FixtureRequest) -> None:
+    run: Run = request.getfixturevalue(name)
+    require_selected(run)
+    assert len(run.lines("ledger.jsonl")) == NUM_ITERATIONS
+    assert all(record["max_logprob_gap"] < 1e-4 for record in run.lines("metrics.jsonl"))
+
+
+@LEADERS
 def test_of_each_leaders_share_the_first_rollouts_with_a_signal_are_selected_in_whatever_order_they_finish(
     name: str, num_leaders: int, request: pytest.FixtureRequest
 ) -> None:
@@ -83,6 +88,7 @@ def test_of_each_leaders_share_the_first_rollouts_with_a_signal_are_selected_in_
             assert is_whole or all(int(row["prompt_id"]) % 3 for row in trained)
 
 
+@pytest.mark.nightly
 def test_rollouts_do_not_depend_on_the_number_of_leaders(run: Run, divided: Run) -> None:
     keys = ("prompt_id", "samples", "reward_mean", "num_turns", "num_branches", "num_response_tokens")
     of_one, of_two = (
@@ -94,16 +100,19 @@ def test_rollouts_do_not_depend_on_the_number_of_leaders(run: Run, divided: Run)
     assert {place: of_one[place] for place in in_both} == {place: of_two[place] for place in in_both}
 
 
-def test_turns_and_branches_of_rollouts_are_recorded(run: Run, divided: Run) -> None:
-    rollouts = run.lines("rollouts.jsonl")
+@LEADERS
+def test_turns_and_branches_of_rollouts_are_recorded(
+    name: str, num_leaders: int, request: pytest.FixtureRequest
+) -> None:
+    """Of all replicas."""
+    rollouts = request.getfixturevalue(name).lines("rollouts.jsonl")
     assert [each["iteration"] for each in rollouts] == list(range(NUM_ITERATIONS))
     # Those in reserve that are not needed are not waited for.
     assert all(4 * 6 <= each["num_rollouts"] <= 4 * NUM_DRAWN for each in rollouts)
     assert all(each["turns_max"] == 4 and each["branches_mean"] for each in rollouts)
-    of_both = divided.lines("rollouts.jsonl")
-    assert all(4 * 6 <= each["num_rollouts"] <= 4 * NUM_DRAWN for each in of_both), "of both replicas"
 
 
+@pytest.mark.nightly
 def test_evaluations_of_programs_have_the_same_samples(run: Run, divided: Run) -> None:
     evaluations = [row for each in (run, divided) for row in each.lines("evaluations.jsonl")]
     assert all(row["complete"] for row in evaluations)

@@ -99,6 +99,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
         assert looks(watch, clock, LIMIT_S / 2)
 
 
+@pytest.mark.nightly
 @on_emulated_npu
 def test_a_kernel_that_hangs_is_noticed_also_behind_the_work_and_the_host_waits_no_more_often() -> None:
     import torch_npu

@@ -29,6 +29,7 @@ from deploy.local.check import main as check
 from deploy.local.machine_memory import HostMemory
 from deploy.local.memory_fit import GIB, Capacity, describe_need, find_misfits
 from tests.deploy.local.test_check import QWEN3_8B
+from tests.support.tiers import at_night
 
 LOOK = SourceGuess(2000, "a prompt", {}, "math", "prompts in column 'prompt'", ("prompt", "answer"))
 SEEN = Seen(
@@ -91,11 +92,11 @@ def test_a_file_is_replaced_only_with_force(workplace: Path, capsys: pytest.Capt
     [
         ([{"question": "How many?", "answer": "2 + 2 = 4\n#### 4"}], "math", "prompt"),
         ([{"prompt": "x", "answer": "\\frac{1}{2}"}, {"prompt": "y", "answer": "-3.5"}], "math", "prompt"),
-        ([{"prompt": "x", "answer": 7}], "math", "prompt"),
+        at_night([{"prompt": "x", "answer": 7}], "math", "prompt"),
         ([{"prompt": "x", "answer": "B"}, {"prompt": "y", "answer": "(C)"}], "multiple_choice", "prompt"),
         ([{"instruction": "Name it.", "output": "the blue whale"}], "exact", "instruction"),
-        ([{"messages": [{"role": "user", "content": "Hi"}], "answer": "Hello"}], "exact", "messages"),
-        ([{"prompt": "x", "answers": ["a word", "words"]}], "exact", "prompt"),
+        at_night([{"messages": [{"role": "user", "content": "Hi"}], "answer": "Hello"}], "exact", "messages"),
+        at_night([{"prompt": "x", "answers": ["a word", "words"]}], "exact", "prompt"),
     ],
 )
 def test_the_reward_follows_from_the_answers(

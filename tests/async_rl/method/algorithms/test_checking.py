@@ -23,7 +23,7 @@ from async_rl.method.algorithms.checking import check_algorithm
 from tests.support.algorithm_options import PARTS, random_settings
 from tests.support.algorithms import MAX_RESPONSE_TOKENS, algorithm_of, rollouts_of
 
-NUM_SETTINGS = 3
+NUM_SETTINGS = 2
 """For each algorithm, in every run of the test."""
 
 

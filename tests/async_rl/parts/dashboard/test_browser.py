@@ -188,6 +188,7 @@ def test_texts_of_a_run_are_no_markup_and_samples_can_be_chosen(tmp_path: Path) 
     asyncio.run(look())
 
 
+@pytest.mark.nightly
 def test_records_that_are_broken_do_not_break_the_page(tmp_path: Path) -> None:
     run = SyntheticRun(tmp_path / "run", num_iterations=6)
     run.write()
@@ -219,6 +220,7 @@ def test_records_that_are_broken_do_not_break_the_page(tmp_path: Path) -> None:
     asyncio.run(look())
 
 
+@pytest.mark.nightly
 def test_light_dark_and_a_phones_width_differ_in_colours_and_fit(tmp_path: Path) -> None:
     run = SyntheticRun(
         tmp_path / "a-run-with-a-name-that-is-longer-than-a-phone-is-wide-in-any-font", num_iterations=12
@@ -271,6 +273,7 @@ def test_a_run_without_records_and_a_wrong_token_are_said_in_words(tmp_path: Pat
     asyncio.run(look())
 
 
+@pytest.mark.nightly
 def test_many_instances_and_one_iteration_are_drawn_in_a_bounded_height(tmp_path: Path) -> None:
     run = SyntheticRun(tmp_path / "run", num_iterations=1, num_groups=80)
     run.write()

@@ -52,6 +52,7 @@ def test_kernels_for_processors_of_intel_are_chosen_and_others_refused(tmp_path:
     assert "products of matrices whose elements do not depend on the shape" in refused.stderr, refused.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_choice_of_the_user_that_does_not_do_is_refused(tmp_path: Path) -> None:
     refused = check(tmp_path / "none", MKL_CBWR="COMPATIBLE")
