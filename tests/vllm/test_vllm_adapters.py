@@ -21,9 +21,11 @@ from async_rl.rollouts.publish.canary import Canary
 from async_rl.rollouts.publish.probe import Probe
 from async_rl.rollouts.publish.publisher import Publisher
 from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.protocol.routes import GENERATE, LOAD_ADAPTER
 from async_rl.shared.weights.sender import WeightSender
 from tests.support.running_instance import Instance
 from tests.vllm.conftest import StartVllm
+from trainer.hf.adapters import save_adapters
 from trainer.model.adapters import adapters_of
 from trainer.parallel import Parallel
 from trainer.rank import TrainingRank, adapter_info, weight_source
@@ -39,7 +41,7 @@ ADAPTER = AdapterSection(rank=4, alpha=8)
 
 
 def test_vllm_samples_from_the_adapters_of_each_version_and_one_that_takes_none_is_named(
-    start_vllm: StartVllm, vllm: Instance, vllm_model: Path, parallel: Parallel
+    start_vllm: StartVllm, vllm: Instance, vllm_model: Path, parallel: Parallel, tmp_path: Path
 ) -> None:
     sections = (ModelSection(path=str(vllm_model)), RolloutSection(), AlgorithmSection(), OptimizerSection())
     megatron = MegatronTrainer(
@@ -73,9 +75,22 @@ def test_vllm_samples_from_the_adapters_of_each_version_and_one_that_takes_none_
                     for adapter in adapters_of(megatron.models.policy_model).values():
                         for factor in adapter.parameters():
                             factor.add_(0.2 * torch.randn_like(factor))
+            assert_loads_what_is_exported(able, megatron, tmp_path / "exported", str(vllm_model))
         finally:
             sender.close()
             loop.run(pool.close())
             loop.close()
             # Left out of the publishes, it was not told to go on; other tests use it.
             vllm.client.post("/resume").raise_for_status()
+
+
+def assert_loads_what_is_exported(able: Instance, megatron: MegatronTrainer, path: Path, base: str) -> None:
+    """The directory of `async-rl export`, by vLLM's own route; its adapters were in no publish."""
+    save_adapters(megatron.models.policy_model, ADAPTER, base, path)
+    able.client.post(LOAD_ADAPTER, json={"lora_name": "exported", "lora_path": str(path)}).raise_for_status()
+    sampling = {"max_tokens": 16, "n": 4, "logprobs": 0, "seed": 1, "ignore_eos": True}
+    answer = able.client.post(GENERATE, json={"model": "exported", "token_ids": PROMPT, "sampling_params": sampling})
+    for choice in answer.raise_for_status().json()["choices"]:
+        own = [token["logprob"] for token in choice["logprobs"]["content"]]
+        (expected,) = megatron.score(PROMPT, [choice["token_ids"]])
+        assert own == pytest.approx(expected, abs=1e-4)
