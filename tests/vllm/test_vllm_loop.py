@@ -70,6 +70,28 @@ def test_vllm_sleeps_while_the_trainer_trains(run: Run, vllm_python: str) -> Non
         assert max(group["finished_s"] for group in own) <= min(group["train_started_s"] for group in own)
 
 
+@pytest.mark.nightly
+def test_adapters_alone_go_to_two_of_which_one_is_killed_and_comes_back(run: Run, vllm_python: str) -> None:
+    run.start(
+        *("--inference.engine=vllm", f"--inference.python={vllm_python}", "--inference.num_instances=2"),
+        *("--adapter.rank=4", "--adapter.publish=adapters", "--train.iterations=4", "--pool.timeout_s=600"),
+        *("--prompts.max_prompt_tokens", str(PROMPT_TOKENS), "--prompts.prompts_per_batch", str(NUM_PROMPTS)),
+        *("--rollout.responses_per_prompt", str(NUM_RESPONSES)),
+    )
+    run.wait_for_iterations(1, FINISH_TIMEOUT_S)
+    run.hold()
+    before = {member.boot_id for member in run.members()}
+    run.instances()[0].kill()
+    run.wait_until(lambda: len({each.boot_id for each in run.members()} - before) == 1, FINISH_TIMEOUT_S)
+    run.tell("")
+    assert run.finish(FINISH_TIMEOUT_S) == 0, run.everything_said()
+    require_proofs(run, 4)
+    assert sum(run.restarts().values()) == 1
+    assert [record["num_instances"] for record in run.lines("metrics.jsonl")][::3] == [2, 2]
+    whole = (run.dir / "model" / "adapter_model.safetensors").stat().st_size
+    assert all(record["publish_bytes"] <= whole for record in run.lines("metrics.jsonl"))
+
+
 def test_vllm_maps_the_weights_of_a_trainer_on_its_own_devices(run: Run, vllm_python: str) -> None:
     run.start(
         *("--inference.engine", "vllm", "--inference.python", vllm_python),
@@ -164,14 +186,16 @@ def test_rollouts_of_several_turns_are_on_policy_with_vllm(run: Run, vllm_python
         assert rollouts["turns_max"] == 4 and rollouts["branches_mean"]
 
 
-def require_proofs(run: Run) -> None:
-    """Three iterations, each of other weights, and log-probs that are the trainer's."""
+def require_proofs(run: Run, num_iterations: int = 3) -> None:
+    """Each iteration of other weights, and log-probs that are the trainer's."""
     proofs = run.lines("ledger.jsonl")
-    assert [proof["iteration"] for proof in proofs] == [0, 1, 2]
+    assert [proof["iteration"] for proof in proofs] == list(range(num_iterations))
     assert all(proof["on_policy"] for proof in proofs)
-    assert len({proof["weight_version"] for proof in proofs}) == 3
-    assert len({proof["fingerprint"] for proof in proofs}) == 3, "every step changes the weights"
+    assert len({proof["weight_version"] for proof in proofs}) == num_iterations
+    assert len({proof["fingerprint"] for proof in proofs}) == num_iterations, "every step changes the weights"
     assert all(record["max_logprob_gap"] <= 1e-3 for record in run.lines("metrics.jsonl"))
     # Twenty times what was seen, and far below the scale that such noise is allowed.
     gaps = [proof["logprob_gaps"] for proof in proofs]
-    assert all(gap["unjudged"] is None and gap["rms"] <= noise_scale("float32") / 10 for gap in gaps), gaps
+    assert all(gap["rms"] <= noise_scale("float32") / 10 for gap in gaps), gaps
+    # Of several instances one may have too few tokens.
+    assert all(gap["unjudged"] is None for gap in gaps if len(gap["instances"]) == 1), gaps
