@@ -71,7 +71,7 @@ def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> 
         report["scores"].append(trainer.score(first.prompt.token_ids, [r.token_ids for r in first.responses]))
         batch = Batch(number, {group.index: group.prompt for group in groups})
         mini_batches = batch.split(train.steps_per_batch)
-        arriving = Arriving(_dealt(job, number, groups, num_replicas)[replica], mini_batches)
+        arriving = Arriving(_dealt(job, number, groups, num_replicas, trainer.cuts_groups)[replica], mini_batches)
         order = TrainingOrder(arriving, train, mini_batches, replica, num_replicas)
         for _ in mini_batches:
             order.begin_mini_batch()
@@ -82,16 +82,16 @@ def run(job: Job, trainer: MegatronTrainer, replica: int, num_replicas: int) -> 
     return report
 
 
-def _dealt(job: Job, number: int, groups: list[Group], num_replicas: int) -> list[list[Group]]:
+def _dealt(job: Job, number: int, groups: list[Group], num_replicas: int, cuts: bool) -> list[list[Group]]:
     """Each replica's groups of a batch, as a dock may give them: those of every second batch all go to the last one; of
-    the others a group that is longer than a micro-batch goes in pieces to as many as there are."""
+    the others a group that is longer than a micro-batch, and may be cut, goes in pieces to as many as there are."""
     dealt: list[list[Group]] = [[] for _ in range(num_replicas)]
     if number % 2:
         dealt[-1] += groups
         return dealt
     for group in groups:
         rest, replica = group, group.index
-        is_long = num_tokens(group) > job.layout.get("micro_batch_tokens", math.inf)
+        is_long = cuts and num_tokens(group) > job.layout.get("micro_batch_tokens", math.inf)
         for left in range(num_replicas, 1, -1):
             if not (is_long and may_be_cut(rest)):
                 break
