@@ -16,6 +16,7 @@ from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, WriteFailed
 from async_rl.records.run_records import require_readable
+from async_rl.shared.checkpoint_names import checkpoints_dir, newest_checkpoint, whole_checkpoints
 from async_rl.shared.files import write_file
 from async_rl.shared.programs.command_line import Parser
 from async_rl.shared.programs.error_text import error_text
@@ -163,8 +164,8 @@ def choose_checkpoint(run_dir: Path, iteration: int | None) -> Path:
 
     if (run_dir / files.MANIFEST).is_file() and iteration is None:
         return run_dir.absolute()
-    directory = files.checkpoints_dir(run_dir)
-    newest = files.newest_checkpoint(directory)
+    directory = checkpoints_dir(run_dir)
+    newest = newest_checkpoint(directory)
     if newest is None:
         raise ConfigError(
             f"{str(run_dir)!r} has no checkpoint: expected the run.dir of a run that saves them (checkpoint.every)"
@@ -173,7 +174,7 @@ def choose_checkpoint(run_dir: Path, iteration: int | None) -> Path:
         return newest
     chosen = files.checkpoint_path(directory, iteration)
     if not chosen.is_dir():
-        names = ", ".join(path.name for path in files.whole_checkpoints(directory))
+        names = ", ".join(path.name for path in whole_checkpoints(directory))
         raise ConfigError(f"{str(run_dir)!r} has no checkpoint {chosen.name}: there are {names}")
     return chosen
 

@@ -13,8 +13,7 @@ from async_rl.rollouts.rewards.identity import reward_identity
 from async_rl.shared.programs.user_command import COMMAND
 from async_rl.shared.programs.user_file import PREFIX, file_identity
 from trainer.checkpoint.compatibility import Contents
-from trainer.checkpoint.files import weights_digest
-from trainer.hf.adapters import require_base
+from trainer.hf.adapters import require_base, weights_digest
 from trainer.parallel import Parallel
 
 CACHE = "prompts"

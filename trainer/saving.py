@@ -4,8 +4,8 @@ import logging
 
 from async_rl.config.sections import CheckpointSection, RunSection
 from async_rl.config.train_section import TrainSection
+from async_rl.shared.checkpoint_names import checkpoints_dir, newest_checkpoint
 from trainer.checkpoint.checkpoint import Checkpoints
-from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
 from trainer.trainer import MegatronTrainer
 
 log = logging.getLogger(__name__)

@@ -26,13 +26,13 @@ from async_rl.records.recorder import Recorder
 from async_rl.records.records import CONFIG, cut_run_records, holds_another_run, require_no_records, require_proofs
 from async_rl.rollouts.data.prompts import PromptSource
 from async_rl.rollouts.publish.remote_sender import serve
+from async_rl.shared.checkpoint_names import checkpoints_dir, newest_checkpoint
 from async_rl.shared.files import write_file
 from async_rl.shared.locks.lease import TTL_S, Lease, take_lease
 from async_rl.shared.locks.run_lock import lock_run, make_run_dir, may_be_replaced
 from async_rl.shared.weights.sender import WeightSender
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.checkpoint.compatibility import Contents
-from trainer.checkpoint.files import checkpoints_dir, newest_checkpoint
 from trainer.parallel import Parallel, address_for_ranks
 from trainer.process_end import end_now
 from trainer.prompt_data import begin_loading, load_prompts_and_contents

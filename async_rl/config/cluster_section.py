@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from async_rl.config.section import ProgramText, Section
-from async_rl.shared.protocol.body import matching
+from async_rl.config.texts import matching
 
 LAUNCHERS_OWN = ("--array", "-a", "--dependency", "-d", "--parsable", "--test-only", "--wait", "-W", "--wrap")
 """Options of sbatch that decide what a job is, or whether it is submitted."""

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from async_rl.config.keys import explain_unknown, find_key, keys_of, read_value, set_dotted
 from async_rl.config.secrets import masked, masked_text
 from async_rl.config.sections import Config
+from async_rl.config.texts import said_of
 from async_rl.errors import ConfigError
-from async_rl.shared.protocol.body import said_of
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -62,8 +63,14 @@ def parse_config(tree: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors()]
+        lines = [_explain(item) for item in error.errors() if not _only_follows(item, error.errors())]
         raise ConfigError(masked_text(f"{source}: " + "\n".join(lines))) from error
+
+
+def _only_follows(item: ErrorDetails, others: Sequence[ErrorDetails]) -> bool:
+    """Whether a list is too short because some of its entries are wrong, each of which is named."""
+    loc = item["loc"]
+    return item["type"] == "too_short" and any(o["loc"][: len(loc)] == loc != o["loc"] for o in others)
 
 
 def _explain(item: Any) -> str:

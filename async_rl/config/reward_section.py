@@ -9,8 +9,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from async_rl.config.secrets import PLACE_OF_TOKEN
 from async_rl.config.section import NoOptions, Options, Section, read_options
+from async_rl.config.texts import matching
 from async_rl.errors import ConfigError
-from async_rl.shared.protocol.body import matching
 
 BUILT_IN = ("math", "multiple_choice", "exact", "f1", "regex", "reasoning_gym", "code", "http", "judge")
 """Each is the file of its name in `async_rl/rollouts/rewards/`, or in an optional part."""

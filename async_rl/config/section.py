@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 
 from async_rl.config.keys import kinds_of
 from async_rl.config.secrets import masked
+from async_rl.config.texts import matching, said_of
 from async_rl.errors import ConfigError
-from async_rl.shared.protocol.body import matching, said_of
 
 MAX_DURATION_S = 1e9
 """Of any duration; Python's threads wait for nine times as long at most."""

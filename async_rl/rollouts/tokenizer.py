@@ -32,20 +32,19 @@ def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelT
         from async_rl.shared.cpu.model_scan import scan_models_once
 
         scan_models_once()
-        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:
         # With the defaults of its class, which engines take for what the file leaves out.
-        config = AutoConfig.from_pretrained(checkpoint).to_dict()
-    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
-        why = " ".join(str(error).split())
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False).to_dict()
+    except Exception as error:  # Of the kinds that there are, each comes from some value.
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(
             f"model.path {name!r} has a config.json that transformers does not read, and so no instance: {why}; "
             "correct it, or download it again"
         ) from error
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path {name!r} has no tokenizer that loads: {error}") from error
     try:

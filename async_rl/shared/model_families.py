@@ -285,6 +285,7 @@ TABLE: Final[Mapping[str, Family]] = {
     ),
     "gemma3_text": Family(
         head_dim=256,
+        kv_heads=4,
         theta=1e6,
         tied=True,
         features=frozenset({QK_NORM}),
@@ -305,12 +306,27 @@ TABLE: Final[Mapping[str, Family]] = {
 SAME_AS: Final = {"kimi_k2": "deepseek_v3"}
 """Names that checkpoints give to another family's architecture."""
 
-BESIDE_IMAGES: Final = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""Names of models with images whose text model transformers saves alone, as one of `TABLE`."""
 SAVE_TEXT: Final = (
     "save its text model with transformers, AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., "
     "save_original_format=False)"
 )
+_PUT_TOGETHER: Final = (
+    "load it as {whole} with transformers, set the tie_word_embeddings of its text_config to its own, put its "
+    "model.language_model and lm_head in place of model and lm_head of {text}(text_config), and save_pretrained that"
+)
+BESIDE_IMAGES: Final[Mapping[str, tuple[str, str]]] = {
+    "qwen3_5": ("qwen3_5_text", SAVE_TEXT),
+    "qwen3_5_moe": ("qwen3_5_moe_text", SAVE_TEXT),
+    "gemma3": (
+        "gemma3_text",
+        _PUT_TOGETHER.format(whole="Gemma3ForConditionalGeneration", text="Gemma3ForCausalLM"),
+    ),
+    "mistral3": (
+        "ministral3",
+        _PUT_TOGETHER.format(whole="Mistral3ForConditionalGeneration", text="Ministral3ForCausalLM"),
+    ),
+}
+"""Names of models with images: that of the text model in them, in `TABLE`, and how it is saved alone."""
 
 BIAS_KEYS: Final = ("attention_bias", "attention_out_bias", "mlp_bias")
 """Keys of config.json that a family without them in `features_of` must not have set."""

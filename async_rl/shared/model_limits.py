@@ -17,7 +17,6 @@ from async_rl.shared.model_families import (
     ROPE_KEYS,
     ROPE_KINDS,
     SAME_AS,
-    SAVE_TEXT,
     TABLE,
     Family,
 )
@@ -35,6 +34,9 @@ UNREAD: Mapping[str, Mapping[str, Any]] = {
 """Keys of config.json that transformers does not read, by kind of experts, and the only values that it holds."""
 
 
+DTYPES = ("bfloat16", "float32", "float16", "float64")
+"""Of weights, by the names that config.json has for them."""
+
 FAMILIES = tuple(TABLE)
 """`model_type` of the models that the trainer supports."""
 
@@ -49,9 +51,10 @@ def family_of(config: Mapping[str, Any], named: str) -> str:
     family = SAME_AS.get(name, name) if isinstance(name, str) else name
     if not isinstance(family, str) or family not in FAMILIES:
         if isinstance(family, str) and family in BESIDE_IMAGES:
+            text, remedy = BESIDE_IMAGES[family]
             raise ConfigError(
                 f"{named} has model_type {family!r}, a model with images, which the trainer does not support: expected "
-                f"{BESIDE_IMAGES[family]!r}; {SAVE_TEXT}"
+                f"{text!r}; {remedy}"
             )
         raise ConfigError(
             f"{named} has model_type {family!r}, which the trainer does not support: expected one of "
@@ -96,6 +99,11 @@ def not_held(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, s
             yield "num_experts_per_tok 1", "a number from 2"
         else:
             yield "num_experts_per_tok 1 with norm_topk_prob true", "norm_topk_prob false"
+    if config.get("is_causal", True) is not True:
+        yield f"is_causal {config['is_causal']!r}", "true, or no such key"
+    for name in ("dtype", "torch_dtype"):
+        if config.get(name) is not None and str(config[name]).removeprefix("torch.") not in DTYPES:
+            yield f"{name} {config[name]!r}", " or ".join(map(repr, DTYPES))
     for name, value in UNREAD.get(traits.experts or "", {}).items():
         if config.get(name, value) != value:
             yield f"{name} {config[name]!r}", repr(value)
@@ -114,9 +122,14 @@ def _of_ropes(config: Mapping[str, Any], traits: Family) -> Iterator[tuple[str, 
         yield "rope_parameters of other keys", f"{FULL!r} and {SLIDING!r}, each with its own"
     elif any(not isinstance(rope or {}, Mapping) for rope in (*by_kind.values(), config.get("rope_scaling"))):
         yield "rope_parameters of other values", f"{FULL!r} and {SLIDING!r}, each with its own"
+    elif config.get("rope_scaling") and config.get("rope_parameters") == {}:
+        yield "rope_parameters {} beside rope_scaling", "rope_scaling alone"
     else:
         for name, rope in (rope_of(config, traits), ("rope_parameters", local_rope(config, traits))):
             yield from _of_rope(config, traits, name, rope)
+            if "type" in rope and "rope_type" not in rope:
+                # Here transformers reads the new name only, and takes what has the old one for no scaling.
+                yield f"{name} with type {rope['type']!r}", f"rope_type {rope['type']!r}"
             if rope.get("truncate", True) is not True:
                 # transformers looks for it beside the kinds of layers, where it is none of its keys.
                 yield f"{name} with truncate {rope['truncate']!r}", "true, or no such key"

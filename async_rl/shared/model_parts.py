@@ -25,8 +25,8 @@ CLAMPED_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 QUERY_RANK = 1536
 """Of deepseek_v3's queries, where config.json leaves q_lora_rank out; null is none."""
 
-LARGEST_SIZE, LARGEST_NUMBER = 2**31, 1e30
-"""Of any one dimension, and of other numbers: larger ones are damaged files."""
+LARGEST_SIZE, LARGEST_NUMBER, MOST_LAYERS = 2**31, 1e30, 10_000
+"""Of any one dimension, and of other numbers; larger ones, and more layers, are damaged files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,10 @@ def read_experts(config: Mapping[str, Any], traits: Family, size: Callable[..., 
     # A checkpoint saved again by transformers 5 has another name.
     local, plain = "num_local_experts", "num_experts"
     names = {"deepseek": ("n_routed_experts", local), "gpt_oss": (local, plain), "minimax": (local, plain)}
-    num_experts, top_k = size(*names.get(traits.experts, (plain, local))), size("num_experts_per_tok")
+    own, other = names.get(traits.experts, (plain, local))
+    num_experts, top_k = size(own, other), size("num_experts_per_tok")
+    if config.get(other, num_experts) != num_experts:
+        raise damaged(named, other, config[other], f"{num_experts}, as {own}, or no such key")
     if top_k > num_experts:
         raise damaged(named, "num_experts_per_tok", top_k, f"at most its {num_experts} experts")
     if traits.experts == "gpt_oss":
@@ -300,8 +303,8 @@ def require_whole_groups(heads: int, kv_heads: int, named: str) -> None:
     """
     if heads % kv_heads:
         raise ConfigError(
-            f"{named} has num_attention_heads = {heads} and num_key_value_heads = {kv_heads} in its config.json, "
-            "which do not divide: download it again"
+            f"{named} has num_attention_heads = {heads} and num_key_value_heads = {kv_heads} in its config.json: "
+            "expected a multiple of the latter; download it again"
         )
 
 

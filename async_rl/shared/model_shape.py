@@ -27,6 +27,7 @@ from async_rl.shared.model_families import (
 from async_rl.shared.model_limits import family_of, rope_of
 from async_rl.shared.model_parts import (
     LARGEST_SIZE,
+    MOST_LAYERS,
     DeltaNet,
     Experts,
     Latents,
@@ -108,6 +109,8 @@ class ModelShape:
             return value
 
         hidden, heads = size("hidden_size"), size("num_attention_heads")
+        if (num_layers := size("num_hidden_layers")) > MOST_LAYERS:
+            raise damaged(named, "num_hidden_layers", num_layers, f"a number from 1 to {MOST_LAYERS}")
 
         def heads_size(key: str, default: int | None, derived: int) -> int:
             if key in config and config[key] is None and key in traits.derived:
@@ -121,13 +124,13 @@ class ModelShape:
         head_dim = heads_size(HEAD_DIM, traits.head_dim, hidden // heads) if latents is None else latents.head_dim
         rotary_share = read_rotary_share(config, rope, traits, head_dim, named)
         require_pairs(latents.rope_dim if latents else int(head_dim * rotary_share), latents, named)
-        unrotated = read_unrotated_layers(config, size("num_hidden_layers"), named)
+        unrotated = read_unrotated_layers(config, num_layers, named)
         experts = read_experts(config, traits, size, named)
         dense_size = experts.ffn_size if experts is not None and not traits.has_dense_size else None
-        windowed = windowed_layers(config, traits, size("num_hidden_layers"), unrotated)
+        windowed = windowed_layers(config, traits, num_layers, unrotated)
         return cls(
             family=family,
-            num_layers=size("num_hidden_layers"),
+            num_layers=num_layers,
             hidden_size=hidden,
             ffn_size=size("intermediate_size", default=dense_size),
             num_heads=heads,

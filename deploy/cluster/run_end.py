@@ -1,6 +1,5 @@
 """What a run leaves, in words: how to look at it, use it and go on with it; printed by the launchers that stay."""
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,22 +13,19 @@ from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, RunDirInUse
 from async_rl.records.records import CONFIG
 from async_rl.records.run_records import METRICS, RunRecords, has_iteration, number_of, object_in
+from async_rl.shared.checkpoint_names import checkpoints_dir, whole_checkpoints
 from async_rl.shared.programs.command_line import USAGE_ERROR
 from deploy.cluster.run_view import RunView
 from deploy.cluster.stopping import Stopped, explain_end
 
 MAX_NAMED = 10
 
-CHECKPOINT = re.compile(r"iteration-(\d{6,})")
-"""As `trainer.checkpoint.files` calls them: the number of the iteration that is trained next."""
-
 
 def num_saved(run_dir: Path) -> int | None:
     """How many iterations the newest checkpoint has behind it; None without one."""
-    paths = (run_dir / "checkpoints").glob("iteration-*")
-    found = {path: int(match[1]) for path in paths if (match := CHECKPOINT.fullmatch(path.name))}
+    found = whole_checkpoints(checkpoints_dir(run_dir))
     # A folder that was renamed has another number in its manifest.
-    return max((number for path, number in found.items() if _iteration_of(path) == number), default=None)
+    return next((number for path, number in reversed(found.items()) if number == _iteration_of(path)), None)
 
 
 def _iteration_of(checkpoint: Path) -> Any:

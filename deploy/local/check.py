@@ -164,7 +164,7 @@ def _try_out(
     if done.returncode != 0:
         warnings.append(f"rows and reward could not be tried: the process ended with code {done.returncode}")
         return
-    # A tokenizer's own code may print, too.
+    # The rewards that it calls may print, too.
     trial = json.loads(done.stdout.splitlines()[-1])
     errors += map(ConfigError, trial["errors"])
     warnings += trial["warnings"]

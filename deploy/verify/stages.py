@@ -17,6 +17,7 @@ from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, NoAnswer, ProcessFailed
 from async_rl.records.run_records import RunRecords
+from async_rl.shared.checkpoint_names import checkpoints_dir, newest_checkpoint
 from async_rl.shared.net.http_client import HttpClient
 from deploy.cluster.process import Running
 from deploy.local.machine import Machine
@@ -149,5 +150,4 @@ def num_trained(run_dir: Path) -> int:
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Whether a checkpoint is written to its end; it gets its name then."""
-    return any((run_dir / "checkpoints").glob("iteration-*"))
+    return newest_checkpoint(checkpoints_dir(run_dir)) is not None

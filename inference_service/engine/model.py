@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -26,6 +27,9 @@ from async_rl.shared.layer_windows import FULL, LINEAR, SLIDING
 from inference_service.engine.delta_net import has_delta_nets
 
 log = logging.getLogger(__name__)
+
+BY_CONFIG = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
+"""What transformers raises of values in config.json; errors of devices are none of these."""
 
 
 class Codec:
@@ -69,13 +73,15 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype, *, asleep: b
         # The code of the model is imported here, and creating it calls functions that torch marks at their first call.
         with without_compiler() if device.type == "cpu" else nullcontext():
             # Attention is replaced (`ModelStep`), whatever transformers has for the family.
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **_dequantized(path))
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, trust_remote_code=False, **_dequantized(path)
+            )
     except SafetensorError as error:
         raise ConfigError(
             f"the weights of the model {path!r} are damaged, or were copied only in part: {error}; copy them again"
         ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the model {path!r}: {_first_line(error)}") from error
+    except (OSError, *BY_CONFIG) as error:
+        raise ConfigError(f"cannot load the model {path!r}: {type(error).__name__}: {_first_line(error)}") from error
     held = {FULL, SLIDING, *([LINEAR] if has_delta_nets(model.config) else [])}
     if others := set(getattr(model.config, "layer_types", None) or ()) - held:
         raise ConfigError(
@@ -107,7 +113,7 @@ def _drop_weights(model: torch.nn.Module, device: torch.device) -> None:
 def _dequantized(path: str) -> dict[str, FineGrainedFP8Config | Mxfp4Config]:
     """How to load a checkpoint in fp8 or mxfp4: with the values that it stands for, which a trainer's weights then
     replace."""
-    quantized = getattr(AutoConfig.from_pretrained(path), "quantization_config", None)
+    quantized = getattr(AutoConfig.from_pretrained(path, trust_remote_code=False), "quantization_config", None)
     kinds = {"fp8": FineGrainedFP8Config, "mxfp4": Mxfp4Config}
     kind = kinds.get(quantized.get("quant_method", "")) if isinstance(quantized, dict) else None
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
@@ -117,7 +123,7 @@ def _load_codec(path: str) -> Codec | None:
     if Path(path).is_dir() and not (Path(path) / "tokenizer_config.json").is_file():
         return None
     try:
-        return Codec(AutoTokenizer.from_pretrained(path))
+        return Codec(AutoTokenizer.from_pretrained(path, trust_remote_code=False))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the tokenizer of {path!r}: {_first_line(error)}") from error
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from async_rl.shared.checkpoint_names import whole_checkpoints
 from async_rl.shared.locks.lease import TTL_S, read_term
 from async_rl.shared.net.free_ports import free_ports
 from tests.support.local_run import Run, command_of
-from trainer.checkpoint.files import find_damage, read_manifest, whole_checkpoints
+from trainer.checkpoint.files import find_damage, read_manifest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(500)]
 
@@ -161,7 +162,7 @@ def _require_one_history(run: Run, old_run: str) -> None:
         of_old = [old_run in str(row["weight_version"]) for row in rows]
         assert of_old == sorted(of_old, reverse=True), f"{name}: {of_old}"
     assert all(row["on_policy"] for row in run.lines("ledger.jsonl"))
-    checkpoints = whole_checkpoints(run.dir / "checkpoints")
+    checkpoints = list(whole_checkpoints(run.dir / "checkpoints"))
     assert checkpoints
     for checkpoint in checkpoints:
         assert find_damage(checkpoint, read_manifest(checkpoint)["files"]) is None

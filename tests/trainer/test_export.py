@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from async_rl.checks.preflight.weight_files import stored_tensors, weights_sample
@@ -21,10 +21,11 @@ from async_rl.method.types import Group
 from tests.support.full_disk import largest_file
 from tests.support.minimal_config import minimal_tree
 from tests.support.trainer.checkpoint_worker import Run
-from trainer.checkpoint.files import checkpoint_path, read_manifest, seal, weights_digest
+from trainer.checkpoint.files import checkpoint_path, read_manifest, seal
 from trainer.checkpoint.policy_export import export_merged, export_policy
 from trainer.export import choose_checkpoint, require_empty
 from trainer.forward_backward import make_passes
+from trainer.hf.adapters import weights_digest
 from trainer.parallel import Parallel
 from trainer.prompt_data import contents_of
 from trainer.trainer import MegatronTrainer
@@ -184,7 +185,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "LOHA"}, r"out' has peft_type = 'LOHA': only 'LORA' is held"),
     ({"r": None}, r"out' has no r, the rank, in its adapter_config\.json"),
     ({"r": 5}, r"of shape \[3, 64\] .* adapter\.rank = 5 needs \[5, 64\]"),
-    ({"lora_alpha": "high"}, r"has lora_alpha = 'high', which is not held: Input should be a valid number"),
+    ({"lora_alpha": "8"}, r'has lora_alpha = "8" in its adapter_config.json: expected a number'),
     (
         {"target_modules": ["lm_head"]},
         r"has target_modules = \['lm_head'\], which is not held: Input should be 'all",
@@ -210,6 +211,20 @@ def test_saved_adapters_that_cannot_be_merged_are_named(
         with pytest.raises(ConfigError, match=words):
             export_merged(tmp_path / "out", tmp_path / "merged", parallel, None, None)
         assert not (tmp_path / "merged").exists()
+
+
+def test_the_digest_of_a_base_is_that_of_its_tensors_in_whatever_files(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    base = tiny_model("qwen3")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    (tmp_path / "again").mkdir()
+    save_file(load_file(base / "model.safetensors"), tmp_path / "again/model.safetensors", {"made": "again"})
+    (tmp_path / "again/consolidated.safetensors").write_bytes(b"no weights of this model")
+    assert {weights_digest(tmp_path / name) for name in ("shards", "again")} == {weights_digest(base)}
+    assert weights_digest(tiny_model("qwen3", seed=1)) != weights_digest(base)
 
 
 def test_adapters_beside_other_weights_than_those_they_were_trained_beside_are_refused(

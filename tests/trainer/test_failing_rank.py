@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from async_rl.method.types import Group
+from async_rl.shared.checkpoint_names import newest_checkpoint
 from tests.support.trainer import failing_rank_worker
 from tests.support.trainer.failing_rank_worker import FAILS_AT, HANG_S, SCENARIOS
-from trainer.checkpoint.files import newest_checkpoint
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(HANG_S * 3)]
 

@@ -8,7 +8,6 @@ The number is that of the next iteration to train, the term that of the lease of
 """
 
 import json
-import re
 import shutil
 from collections.abc import Iterable
 from itertools import takewhile
@@ -18,18 +17,14 @@ from typing import Any
 import xxhash
 
 from async_rl.errors import ConfigError
+from async_rl.shared.checkpoint_names import whole_checkpoints
 from async_rl.shared.files import replace_directory, write_file
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Format of the manifest and of tensor names; a checkpoint of another format is refused."""
 
-_NAME = re.compile(r"iteration-(\d{6,})")
 _CHUNK_BYTES = 16 * 2**20
-
-
-def checkpoints_dir(run_dir: Path) -> Path:
-    return run_dir / "checkpoints"
 
 
 def checkpoint_path(directory: Path, iteration: int) -> Path:
@@ -42,19 +37,6 @@ def partial_path(directory: Path, iteration: int, term: int = 0) -> Path:
     return directory / f".iteration-{iteration:06}.term-{term}.partial"
 
 
-def whole_checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints that were written completely, oldest first."""
-    if not directory.is_dir():
-        return []
-    found = {int(match[1]): path for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))}
-    return [path for _, path in sorted(found.items())]
-
-
-def newest_checkpoint(directory: Path) -> Path | None:
-    """The checkpoint to resume from; None if there is none."""
-    return next(reversed(whole_checkpoints(directory)), None)
-
-
 def remove_partial(directory: Path) -> None:
     """Removes the partial checkpoints of killed runs."""
     for path in directory.glob(".iteration-*"):
@@ -63,7 +45,7 @@ def remove_partial(directory: Path) -> None:
 
 def keep_newest(directory: Path, num_kept: int) -> None:
     """Removes the older checkpoints; each is renamed first, so that none is partly deleted under its name."""
-    for path in whole_checkpoints(directory)[:-num_kept]:
+    for path in list(whole_checkpoints(directory))[:-num_kept]:
         doomed = path.with_name(f".{path.name}.removed")
         path.rename(doomed)
         shutil.rmtree(doomed)
@@ -72,11 +54,6 @@ def keep_newest(directory: Path, num_kept: int) -> None:
 def file_sums(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """name -> its size in bytes and its xxh3 checksum (64 bits, hexadecimal)."""
     return {name: {"bytes": (directory / name).stat().st_size, "xxh3": _file_sum(directory / name)} for name in names}
-
-
-def weights_digest(model: Path) -> str:
-    """Of the names and contents of a model's weights, in its directory; all of them are read."""
-    return _json_sum(file_sums(model, sorted(file.name for file in model.glob("*.safetensors"))))
 
 
 def seal(partial: Path, final: Path, content: dict[str, Any]) -> None:

@@ -14,9 +14,8 @@ from async_rl.errors import ConfigError
 from async_rl.shared.protocol.adapter import BASE_DIGEST, BASE_SAMPLE
 from trainer.checkpoint.checkpoint import fill, read_checked
 from trainer.checkpoint.compatibility import other_base
-from trainer.checkpoint.files import weights_digest
 from trainer.checkpoint.tensors import POLICY, model_tensors
-from trainer.hf.adapters import add_adapters, require_base, save_adapters, start_adapters
+from trainer.hf.adapters import add_adapters, require_base, save_adapters, start_adapters, weights_digest
 from trainer.hf.checkpoint import save_hf_checkpoint
 from trainer.hf.weights import load_hf_weights
 from trainer.model.gpt import build_model
@@ -75,7 +74,7 @@ def export_merged(adapters: Path, target: Path, parallel: Parallel, base: str | 
     section, said = read_saved_section(adapters)
     if not (base or said):
         raise ConfigError(f"{str(adapters)!r} does not say its base (base_model_name_or_path): name it by --model")
-    source = _find_model(base or said)
+    source = _find_model(base or said, "--model" if base else "base_model_name_or_path")
     files = ModelFiles.find(str(source), "the base", is_whole=False)
     require_saved_adapters(section, files)
     require_base(adapters, lambda: weights_digest(source), f"the base {str(source)!r}")
@@ -91,9 +90,9 @@ def _dtype_of(files: ModelFiles, asked: str | None) -> torch.dtype:
     return torch.bfloat16 if (asked or own) == "bfloat16" else torch.float32
 
 
-def _find_model(path: str) -> Path:
+def _find_model(path: str, setting: str = "model.path") -> Path:
     try:
-        return find_checkpoint(path)
+        return find_checkpoint(path, setting)
     except ConfigError as error:
         raise ConfigError(
             f"{error}; if it is a directory that was moved, or relative to where the run was started, say where it is "

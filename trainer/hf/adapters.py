@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
-from async_rl.checks.preflight.weight_files import metadata_of
+from async_rl.checks.preflight.weight_files import metadata_of, stored_tensors
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.errors import ConfigError
 from async_rl.shared.files import replace_directory, write_failed
@@ -18,6 +19,19 @@ from trainer.hf.fusions import SlicedQKV
 from trainer.hf.weight_map import COLUMNS, Layout, WeightEntry, weight_map
 from trainer.model.adapters import Adapter, Matrix, adapters_of, add_output
 from trainer.model.gpt import RankModel
+
+
+def weights_digest(directory: Path) -> str:
+    """xxh3-128 of names, dtypes, shapes and bytes of all tensors of a checkpoint, in whatever files; all are read.
+
+    Raises as `stored_tensors`.
+    """
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(stored_tensors(directory).items()):
+        digest.update(f"{name}|{tensor.dtype}|{tensor.shape}|".encode())
+        for piece in tensor.pieces():
+            digest.update(piece)
+    return str(digest.hexdigest())
 
 
 def require_base(directory: Path, digest: Callable[[], str], named: str) -> None:

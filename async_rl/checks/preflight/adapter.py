@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from async_rl.checks.preflight.adapter_sizes import ATTENTION, linear_sizes, targeted
 from async_rl.checks.preflight.model import CRITIC, ModelFiles
-from async_rl.checks.preflight.weight_files import LAYERS, metadata_of, tensors_of, weights_sample
+from async_rl.checks.preflight.weight_files import FLOATS, LAYERS, metadata_of, tensors_of, weights_sample
 from async_rl.config.adapter_section import ALL_LINEAR, MAX_LORA_RANK, AdapterSection, Target
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.shared.checkpoint_names import checkpoints_dir, newest_checkpoint
 from async_rl.shared.model_shape import ModelShape
 from async_rl.shared.protocol.adapter import BASE_SAMPLE, CONFIG_FILE, WEIGHTS_FILE, A, B, factor_name
 
@@ -37,6 +38,7 @@ UNHELD = {
     "monteclora_config": None,
     "alora_invocation_tokens": None,
     "modules_to_save": None,
+    "exclude_modules": None,
     "layers_to_transform": None,
     "target_parameters": None,
     "trainable_token_indices": None,
@@ -49,8 +51,6 @@ it takes from them what the new adapters begin with, whenever it loads them."""
 
 OF_THE_BASE = ("--model", "--dtype", "--quantization")
 """Of vLLM's options, those that give its workers other weights than the trainer's."""
-
-DTYPES = ("F64", "F32", "F16", "BF16")
 
 IN_PEFT = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
 """Key of `[adapter]` -> that of adapter_config.json."""
@@ -90,7 +90,7 @@ def proposed_adapters(shape: ModelShape, tensor_parallel: int) -> AdapterSection
 
 def first_adapters(config: Config) -> Path | None:
     """`adapter.path`, if the run starts from it: one that resumes has its adapters in a checkpoint, from then on."""
-    goes_on = config.run.resume and any((config.run.dir / "checkpoints").glob("iteration-*"))
+    goes_on = config.run.resume and newest_checkpoint(checkpoints_dir(config.run.dir)) is not None
     return None if goes_on else config.adapter.path
 
 
@@ -106,6 +106,11 @@ def read_saved_section(directory: Path) -> tuple[AdapterSection, str]:
         raise ConfigError(f"{str(directory)!r} {error}") from error
     targets, base = found.get("target_modules"), found.get("base_model_name_or_path")
     values: dict[str, Any] = {"rank": found.get("r"), "alpha": found.get("lora_alpha"), "path": directory}
+    for key in ("r", "lora_alpha"):
+        if isinstance(found.get(key), str | bool):
+            raise ConfigError(
+                f"{str(directory)!r} has {key} = {json.dumps(found[key])} in its {CONFIG_FILE}: expected a number"
+            )
     if isinstance(targets, str):
         values["targets"] = [targets]
     elif isinstance(targets, list):
@@ -207,6 +212,14 @@ def _faults_of_path(adapter: AdapterSection, shape: ModelShape, path: Path) -> I
     theirs = found.get("target_modules")
     if theirs != ALL_LINEAR and not isinstance(theirs, list):
         yield f"has target_modules = {theirs!r}: only a list of names is held"
+    elif isinstance(theirs, list):
+        wanted = [
+            f"{LAYERS}{i}.{name}" for i in range(shape.num_layers) for name in targeted(adapter, linear_sizes(shape))
+        ]
+        # As peft matches them.
+        ends = tuple(f".{name}" for name in theirs)
+        if left_out := next((layer for layer in wanted if not f".{layer}".endswith(ends)), None):
+            yield f"has target_modules = {theirs!r}, without {left_out!r}: peft would leave that layer's factors out"
     if (start := found.get("init_lora_weights", True)) not in BASE_AS_IT_IS:
         yield f"has init_lora_weights = {start!r}, which changes the base: convert them as peft describes"
     yield from _faults_of_weights(adapter, shape, path / WEIGHTS_FILE)
@@ -290,10 +303,12 @@ def _faults_of_weights(adapter: AdapterSection, shape: ModelShape, file: Path) -
         if name not in expected:
             yield f"has {name!r}, which would be left out: it is no layer of the model that adapter.targets name"
             return
-        if tensor.shape != expected[name] or tensor.dtype not in DTYPES:
+        if tensor.shape != expected[name] or tensor.dtype not in FLOATS:
             yield (
                 f"has {name!r} of shape {list(tensor.shape)} as {tensor.dtype}, and the model with adapter.rank = "
-                f"{adapter.rank} needs {list(expected[name])} as one of {', '.join(DTYPES)}: these adapters are "
+                f"{adapter.rank} needs {list(expected[name])} as one of {', '.join(FLOATS)}: these adapters are "
                 "another model's, or of another rank"
             )
             return
+    if damaged := next((name for name, tensor in stored.items() if not tensor.is_finite()), None):
+        yield f"has {damaged!r} with values that are not finite: the file is damaged; save or download it again"

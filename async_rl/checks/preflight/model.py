@@ -21,7 +21,7 @@ from async_rl.checks.preflight.weight_files import (
 )
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
-from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, SAVE_TEXT, TABLE
+from async_rl.shared.model_families import MLP_BIAS, OUT_BIAS, QKV_BIAS, SAME_AS, SAVE_TEXT, TABLE
 from async_rl.shared.model_limits import fp8_block
 from async_rl.shared.model_parts import damaged
 from async_rl.shared.model_shape import ModelShape
@@ -133,6 +133,23 @@ class ModelFiles:
             "tokenizer into the checkpoint's directory (tokenizer.save_pretrained)"
         )
 
+    def of_own_code(self) -> ConfigError | None:
+        """What to say if only code that the checkpoint brings, which is not run, reads its config or tokenizer."""
+        if (own := self.config.get("model_type")) in SAME_AS:
+            return ConfigError(
+                f"{self.named} has model_type {own!r}, a name that transformers does not know for the model "
+                f"{SAME_AS[own]!r}: write that name into its config.json, and remove auto_map there"
+            )
+        code = self.tokenizer_config.get("auto_map")
+        is_read = self.directory is None or (self.directory / "tokenizer.json").is_file()
+        if not isinstance(code, dict) or "AutoTokenizer" not in code or is_read:
+            return None
+        return ConfigError(
+            f"{self.named} has a tokenizer that only code of its own reads ({code['AutoTokenizer']} in auto_map of its "
+            "tokenizer_config.json), and no code of a checkpoint is run: expected a tokenizer.json; convert the "
+            "tokenizer (transformers' convert_slow_tokenizer has a TikTokenConverter), save_pretrained it there"
+        )
+
     def without_weights(self) -> ConfigError | None:
         """What to say if its directory has no weights, or not all."""
         if self.directory is None:
@@ -189,8 +206,9 @@ class ModelFiles:
         return (self.directory / TEMPLATE_FILE).is_file()
 
 
-def find_checkpoint(path: str) -> Path:
-    """The directory of the checkpoint called `path`: a local directory, or a hub name, downloaded once into HF's cache.
+def find_checkpoint(path: str, setting: str = "model.path") -> Path:
+    """The directory of the checkpoint called `path`, the value of `setting`: a local directory, or a hub name,
+    downloaded once into HF's cache.
 
     Raises:
         ConfigError: `path` is neither.
@@ -198,14 +216,14 @@ def find_checkpoint(path: str) -> Path:
     if (Path(path) / "config.json").is_file():
         return Path(path)
     if Path(path).exists():
-        raise ConfigError(f"model.path {path!r} has no config.json: give a Hugging Face checkpoint directory")
+        raise ConfigError(f"{setting} {path!r} has no config.json: give a Hugging Face checkpoint directory")
     hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
     fault = hub_fault()
     try:
         return Path(hub.snapshot_download(path, allow_patterns=list(CHECKPOINT_FILES)))
     except (errors.HFValidationError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         raise ConfigError(
-            f"model.path {path!r} is neither a directory nor a model that can be fetched from the hub: {fault or error}"
+            f"{setting} {path!r} is neither a directory nor a model that can be fetched from the hub: {fault or error}"
         ) from error
 
 
@@ -228,6 +246,8 @@ def require_trainable(config: Config, files: ModelFiles, *, is_whole: bool = Tru
         ConfigError: one is not the case.
     """
     require_supported(files, is_whole=is_whole)
+    if is_whole and (unread := files.of_own_code()):
+        raise unread
     is_unserved = config.inference.engine == "vllm" or bool(files.shape.latents or files.shape.delta)
     if fp8_block(files.config) and is_unserved and not config.pool.instances:
         # vLLM keeps weights in fp8, which have other names and sizes than the trainer's; transformers reads no blocks

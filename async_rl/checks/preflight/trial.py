@@ -157,4 +157,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(try_out(load_config(Path(sys.argv[1]), sys.argv[2:])))))
+    tried = try_out(load_config(Path(sys.argv[1]), sys.argv[2:]))
+    # On a line of its own, whatever was printed.
+    print("\n" + json.dumps(asdict(tried)))

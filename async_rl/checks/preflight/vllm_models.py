@@ -23,13 +23,11 @@ MISSING: Final = "left out"
 _NO_BIAS: Final[Held] = {"attention_bias": (False,)}
 _UNTIED: Final[Held] = {"tie_word_embeddings": (False,)}
 _SILU: Final[Held] = {"hidden_act": ("silu",)}
-_CAUSAL: Final[Held] = {"is_causal": (True,)}
 _QWEN: Final[Held] = {"dual_chunk_attention_config": (None,), **_SILU}
-_LLAMA: Final[Held] = {"bias": (False,), "qkv_bias": (None,), "logit_scale": (1.0,), **_SILU, **_CAUSAL}
+_LLAMA: Final[Held] = {"bias": (False,), "qkv_bias": (None,), "logit_scale": (1.0,), **_SILU}
 _MISTRAL: Final[Held] = {**_LLAMA, "llama_4_scaling": (None,), "ada_rms_norm_t_cond": (False,)}
 _DELTA: Final[Held] = {
     **_QWEN,
-    **_CAUSAL,
     **_NO_BIAS,
     "qkv_bias": (False,),
     "output_gate_type": ("silu", "swish"),
@@ -39,9 +37,9 @@ _BY_TRANSFORMERS: Final[Held] = {"attn_logit_softcapping": (None,)}
 """Of families that vLLM computes with transformers' own layers, but for attention."""
 
 VLLM: Final[Mapping[str, Held]] = {
-    "qwen3": {**_QWEN, **_CAUSAL, **_NO_BIAS},
+    "qwen3": {**_QWEN, **_NO_BIAS},
     "qwen3_moe": {**_QWEN, **_NO_BIAS, "shared_expert_intermediate_size": (0,)},
-    "qwen2": {**_QWEN, **_CAUSAL, "qk_norm": (False,)},
+    "qwen2": {**_QWEN, "qk_norm": (False,)},
     "llama": _LLAMA,
     "mistral": _MISTRAL,
     "ministral": _BY_TRANSFORMERS,
@@ -58,7 +56,7 @@ VLLM: Final[Mapping[str, Held]] = {
     },
     "olmo2": _BY_TRANSFORMERS,
     "olmo3": _BY_TRANSFORMERS,
-    "gemma3_text": _CAUSAL,
+    "gemma3_text": {},
     "gpt_oss": {
         **_UNTIED,
         "attention_bias": (True,),
@@ -130,7 +128,9 @@ def unlike_in_vllm(files: ModelFiles, num_positions: int | None) -> Iterator[tup
 
 def _of_names(config: Mapping[str, Any], shape: ModelShape) -> Iterator[tuple[str, str]]:
     names, own = config.get("architectures"), shape.family.removesuffix("_text")
-    if names and f"{own.replace('_', '')}forcausallm" not in [str(name).replace("_", "").lower() for name in names]:
+    if not isinstance(names, list | None):
+        yield f"has architectures = {names!r}", "a list"
+    elif names and f"{own.replace('_', '')}forcausallm" not in [str(name).replace("_", "").lower() for name in names]:
         yield f"has architectures = {names!r}", f"that of its model_type {shape.family!r}"
     if shape.family == "qwen2" and shape.head_dim * shape.num_heads != shape.hidden_size:
         yield f"has head_dim = {shape.head_dim}", f"its hidden_size divided by its {shape.num_heads} heads"

@@ -5,7 +5,7 @@ import json
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from async_rl.errors import ConfigError
 from async_rl.shared.model_families import OUT_GATE, TABLE
@@ -30,6 +30,10 @@ MAX_HEADER_BYTES = 100 * 2**20
 """The limit of the format."""
 
 PIECE_BYTES = 2**22
+
+FLOATS: Final = {"F64": (8, 0x7F, 0xF0), "F32": (4, 0x7F, 0x80), "F16": (2, 0x7C, 0), "BF16": (2, 0x7F, 0x80)}
+"""Bytes of a value by dtype, and the bits of the exponent in the highest one and in the next one."""
+
 SAMPLE_BYTES = 4096
 
 
@@ -47,16 +51,25 @@ class StoredTensor:
         """Whether both are the same bit for bit."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
-        with self.file.open("rb") as own, other.file.open("rb") as theirs:
-            own.seek(self.start)
-            theirs.seek(other.start)
-            num_left = self.end - self.start
-            while num_left > 0:
-                size = min(num_left, PIECE_BYTES)
-                if own.read(size) != theirs.read(size):
-                    return False
-                num_left -= size
-        return True
+        return all(own == theirs for own, theirs in zip(self.pieces(), other.pieces(), strict=True))
+
+    def is_finite(self) -> bool:
+        """Of one of the dtypes of `FLOATS`: whether no value is infinite or NaN, whose exponents are all ones."""
+        size, *masks = FLOATS[self.dtype]
+        full = [bytes(byte & mask == mask for byte in range(256)) for mask in masks]
+        return not any(
+            # Of each value 1 in both numbers at its place, or not: all of them at once.
+            int.from_bytes(piece[size - 1 :: size].translate(full[0]))
+            & int.from_bytes(piece[size - 2 :: size].translate(full[1]))
+            for piece in self.pieces()
+        )
+
+    def pieces(self) -> Iterator[bytes]:
+        """Its bytes in order, at most `PIECE_BYTES` at a time."""
+        with self.file.open("rb") as file:
+            file.seek(self.start)
+            for left in range(self.end - self.start, 0, -PIECE_BYTES):
+                yield file.read(min(left, PIECE_BYTES))
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:

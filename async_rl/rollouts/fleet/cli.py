@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from async_rl.config.texts import said_of
 from async_rl.errors import ConfigError, UnknownInstance
 from async_rl.rollouts.fleet.endpoint import EndpointFailed, FleetClient, find_endpoint
 from async_rl.shared.programs.command_line import Commands, Parser
 from async_rl.shared.programs.error_text import error_text, one_line
-from async_rl.shared.protocol.body import said_of
 from async_rl.shared.protocol.fleet import AddRequest, FleetInfo, NameRequest
 from async_rl.shared.protocol.routes import FLEET_ADD, FLEET_DRAIN, FLEET_REMOVE
 

@@ -14,7 +14,8 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from async_rl.shared.protocol.body import ErrorInfo, ErrorResponse, said_of
+from async_rl.config.texts import said_of
+from async_rl.shared.protocol.body import ErrorInfo, ErrorResponse
 
 MAX_MESSAGE_CHARS = 2000
 """Longer messages are cut: they may repeat a value of the request, which can be long."""

@@ -1,11 +1,11 @@
 """Types that the bodies of both protocols share."""
 
-import re
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import ErrorDetails
+
+from async_rl.config.texts import matching
 
 MAX_UNKNOWN_FIELDS: Final = 16
 """That are described one by one: millions of them would take gigabytes."""
@@ -15,23 +15,6 @@ def _require_splittable(url: str) -> str:
     """Raises ValueError for a port out of range and for brackets without an IPv6 address."""
     _ = urlsplit(url).port
     return url
-
-
-def matching(pattern: str, expected: str) -> AfterValidator:
-    """Texts of which all matches the regular expression; others are an error that says what was `expected`."""
-    whole = re.compile(pattern)
-
-    def require(text: str) -> str:
-        if not whole.fullmatch(text):
-            raise ValueError(f"expected {expected}")
-        return text
-
-    return AfterValidator(require)
-
-
-def said_of(error: ErrorDetails) -> str:
-    """What one of pydantic's errors says, without its prefix."""
-    return error["msg"].removeprefix("Value error, ")
 
 
 _HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*)"

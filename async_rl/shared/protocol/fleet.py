@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from async_rl.shared.protocol.body import BaseUrl, Body, StrictBody, matching
+from async_rl.config.texts import matching
+from async_rl.shared.protocol.body import BaseUrl, Body, StrictBody
 from async_rl.shared.protocol.routes import BOOT_ID
 
 ADDRESS_FILE = "fleet.json"

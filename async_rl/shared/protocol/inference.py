@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from async_rl.shared.protocol.body import Body, StrictBody, Text, matching
+from async_rl.config.texts import matching
+from async_rl.shared.protocol.body import Body, StrictBody, Text
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 """Lists are checked up to their first error: millions of them would take gigabytes to describe."""

@@ -12,6 +12,9 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GptOssConfig,
@@ -19,7 +22,10 @@ from transformers import (
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
+    Ministral3ForCausalLM,
     MinistralConfig,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -36,7 +42,7 @@ from transformers import (
 
 from async_rl.errors import ConfigError
 from async_rl.shared.layer_windows import FULL, SLIDING
-from async_rl.shared.model_families import ORIGINAL, QKV_BIAS, QUERY_BETA
+from async_rl.shared.model_families import BESIDE_IMAGES, ORIGINAL, QKV_BIAS, QUERY_BETA, TABLE
 from async_rl.shared.model_limits import FAMILIES
 from async_rl.shared.model_parts import Experts, Multipliers, Rope
 from async_rl.shared.model_shape import ModelShape, stage_layers
@@ -239,6 +245,15 @@ def test_a_token_uses_the_experts_it_is_routed_to() -> None:
         ({**MINIMAX, "rope_parameters": None, "rotary_dim": 300}, "rotary_dim = 300"),
         ({**GPT_OSS, "swiglu_alpha": 0}, "swiglu_alpha = 0"),
         ({**GPT_OSS, "swiglu_limit": None}, "swiglu_limit = None"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers = 1000000000 in its config.json: expected a number from 1 to",
+        ),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3 in its config.json: expected a multiple"),
+        (
+            {**GPT_OSS, "num_local_experts": 8, "num_experts": 4},
+            "num_experts = 4 in its config.json: expected 8, as num",
+        ),
         ({"model_type": "gpt2"}, "model_type 'gpt2', which the trainer does not support: expected one of"),
         ({"model_type": None}, "model_type None"),
         ({"model_type": ["qwen3"]}, "model_type"),
@@ -248,6 +263,19 @@ def test_a_damaged_config_is_an_error_that_names_the_value(changes: dict[str, An
     with pytest.raises(ConfigError) as error:
         ModelShape.of_config({**config_of("qwen3"), **changes}, "model.path 'x'")
     assert message in str(error.value) and "model.path 'x'" in str(error.value)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not TABLE[family].has_latents])
+def test_heads_of_keys_that_are_left_out_are_as_many_as_in_transformers(family: str, heads: int) -> None:
+    config = {**config_of(family), "num_attention_heads": heads, "head_dim": 16}
+    config.pop("num_key_value_heads", None)
+    theirs = AutoConfig.for_model(**config).num_key_value_heads
+    if heads % theirs:
+        with pytest.raises(ConfigError, match=f"num_key_value_heads = {theirs} .*expected a multiple"):
+            ModelShape.of_config(config, "here")
+    else:
+        assert ModelShape.of_config(config, "here").num_kv_heads == theirs
 
 
 def tiny_config(family: str) -> dict[str, Any]:
@@ -446,6 +474,10 @@ def test_sizes_are_those_of_the_config(family: str, tied: bool, data: st.DataObj
             )
         ),
         ("granite", {"attention_out_bias": True}, "attention_out_bias true", "false"),
+        *(
+            (each, {"is_causal": False}, "is_causal False", "true, or no such key")
+            for each in ("llama", "qwen3_5_text")
+        ),
         (
             "ministral3",
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, ORIGINAL: 64}},
@@ -471,11 +503,39 @@ def test_what_the_trainer_lacks_is_refused_by_name(
     assert str(refused.value).startswith("here has ") and str(refused.value).endswith(said)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", BESIDE_IMAGES)
 def test_a_model_with_images_whose_text_model_trains_is_refused_with_the_way_to_save_it(family: str) -> None:
-    said = rf"'{family}'.*expected '{family}_text'; save .*save_original_format=False\)$"
-    with pytest.raises(ConfigError, match=said):
-        ModelShape.of_config({"model_type": family, "text_config": {"model_type": f"{family}_text"}}, "here")
+    text, _ = BESIDE_IMAGES[family]
+    assert text in FAMILIES
+    with pytest.raises(ConfigError, match=rf"'{family}'.*expected '{text}'; .*save_pretrained"):
+        ModelShape.of_config({"model_type": family, "text_config": {"model_type": text}}, "here")
+
+
+@pytest.mark.computes
+@pytest.mark.parametrize(
+    ("whole", "text", "config", "own"),
+    [
+        (Gemma3ForConditionalGeneration, Gemma3ForCausalLM, Gemma3Config, {}),
+        (Mistral3ForConditionalGeneration, Ministral3ForCausalLM, Mistral3Config, {"model_type": "ministral3"}),
+    ],
+    ids=["gemma3", "mistral3"],
+)
+def test_the_way_to_save_a_text_model_keeps_what_it_computes(
+    whole: Any, text: Any, config: Any, own: dict[str, Any], tmp_path: Path
+) -> None:
+    size = {**MODEL_SIZE, "head_dim": 16, **own}
+    of_images = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    of_images |= {"image_size": 28, "patch_size": 14}
+    model = whole(config(text_config=size, vision_config=of_images)).eval()
+    tokens = torch.arange(3, 20)[None]
+    expected = model(input_ids=tokens).logits
+    inner = model.config.text_config
+    inner.tie_word_embeddings = model.config.tie_word_embeddings
+    alone = text(inner).eval()
+    alone.model, alone.lm_head = model.model.language_model, model.lm_head
+    alone.save_pretrained(tmp_path)
+    assert torch.equal(text.from_pretrained(tmp_path)(input_ids=tokens).logits, expected)
+    assert BESIDE_IMAGES[model.config.model_type][0] == json.loads((tmp_path / "config.json").read_text())["model_type"]
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,20 @@ MISTAKES = {
             "name a directory that peft or async-rl export has saved",
         ),
     ),
+    "factors that are not finite": Mistake(
+        START,
+        saved(tensors(FACTORS)[:-4] + "\x00\x00\udc80\x7f"),
+        ("'adapters' (adapter.path) has 'base_model.model.model.layers.", "values that are not finite", "damaged"),
+    ),
+    "targets that leave a layer out": Mistake(
+        START,
+        saved(tensors(FACTORS), target_modules=["q_proj"]),
+        ("has target_modules = ['q_proj'], without 'model.layers.0.", "peft would leave that layer's factors out"),
+    ),
+    "a target twice": Mistake(
+        (*RANK, "--adapter.targets", '["q_proj", "q_proj"]'),
+        says=("targets has 'q_proj' twice: leave one out",),
+    ),
     "half of an export": Mistake(
         START, saved(None), ("'adapters' (adapter.path) has no adapter_model.safetensors", "save the adapters")
     ),
@@ -195,3 +209,17 @@ def test_adapters_of_this_base_pass_wherever_it_is(workplace: Path, capsys: pyte
     (workplace / "model").rename(workplace / "moved")
     make(workplace, Mistake(files=saved(tensors(FACTORS, **{BASE_SAMPLE: sample}), base_model_name_or_path="model")))
     assert run.main(["--dry-run", "run.toml", *START, "--model.path", "moved"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.distributed
+def test_what_is_no_checkpoint_is_not_gone_on_from(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A damaged one that was put aside: the run starts from the adapters, which are looked at."""
+    make(workplace, Mistake(files=saved(tensors(FACTORS), r=8)))
+    (workplace / "runs/sums/checkpoints/iteration-000001.damaged").mkdir(parents=True)
+    assert run.main(["--dry-run", "run.toml", *START, "--run.dir=runs/sums", "--run.resume=true"]) == 2
+    assert "'adapters' (adapter.path) has r = 8" in capsys.readouterr().err
+
+
+def test_of_an_unknown_target_nothing_else_is_said(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--dry-run", "run.toml", *RANK, '--adapter.targets=["lm_head"]']) == 2
+    assert "at least 1 item" not in capsys.readouterr().err

@@ -23,8 +23,8 @@ from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.method.types import Group
+from async_rl.shared.checkpoint_names import newest_checkpoint
 from trainer.checkpoint.checkpoint import Checkpoints
-from trainer.checkpoint.files import newest_checkpoint
 from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel
 from trainer.trainer import MegatronTrainer

@@ -18,18 +18,12 @@ from torch.distributed import checkpoint as dcp
 
 from async_rl.errors import ConfigError, Fenced, WriteFailed
 from async_rl.method.types import Group
+from async_rl.shared.checkpoint_names import newest_checkpoint, whole_checkpoints
 from tests.support.full_disk import largest_file
 from tests.support.tiers import at_night
 from tests.support.trainer.checkpoint_worker import TIMEOUT_S, Run, make_trainer, run_config, train_elementwise
 from trainer.checkpoint.checkpoint import Checkpoints
-from trainer.checkpoint.files import (
-    checkpoint_path,
-    newest_checkpoint,
-    read_manifest,
-    remove_partial,
-    seal,
-    whole_checkpoints,
-)
+from trainer.checkpoint.files import checkpoint_path, read_manifest, remove_partial, seal
 from trainer.checkpoint.tensors import boxes
 from trainer.parallel import Parallel
 from trainer.policy.optimizer import LearningRate
@@ -277,7 +271,7 @@ def test_no_checkpoint_of_a_trainer_that_was_replaced_counts(
 ) -> None:
     """And what its successor is writing stays."""
     model, directory = saved
-    before = whole_checkpoints(directory)
+    before = list(whole_checkpoints(directory))
     theirs = directory / ".iteration-000009.term-8.partial"
     num_checks = 0
 
@@ -295,7 +289,7 @@ def test_no_checkpoint_of_a_trainer_that_was_replaced_counts(
     with pytest.raises(Fenced):
         checkpoints.wait()
     checkpoints.close()
-    assert whole_checkpoints(directory) == before and theirs.is_dir()
+    assert list(whole_checkpoints(directory)) == before and theirs.is_dir()
     remove_partial(directory)
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.errors import ConfigError
+from async_rl.shared.checkpoint_names import newest_checkpoint, whole_checkpoints
 from trainer.checkpoint.files import (
     MANIFEST,
     checkpoint_path,
@@ -19,12 +20,10 @@ from trainer.checkpoint.files import (
     file_sums,
     find_damage,
     keep_newest,
-    newest_checkpoint,
     partial_path,
     read_manifest,
     remove_partial,
     seal,
-    whole_checkpoints,
 )
 
 ITERATIONS = st.sets(st.integers(0, 10**8), max_size=6)
@@ -63,9 +62,9 @@ def test_whole_checkpoints_are_in_the_order_of_their_iterations_and_nothing_else
         for name in ("iteration-1", "iteration-000001x", ".iteration-000009.partial", "else"):
             (directory / name).mkdir()
         expected = [checkpoint_path(directory, iteration) for iteration in sorted(iterations)]
-        assert whole_checkpoints(directory) == expected
+        assert list(whole_checkpoints(directory)) == expected
         assert newest_checkpoint(directory) == (expected[-1] if expected else None)
-    assert whole_checkpoints(directory) == [], "there is no such directory any more"
+    assert list(whole_checkpoints(directory)) == [], "there is no such directory any more"
 
 
 @settings(max_examples=40)

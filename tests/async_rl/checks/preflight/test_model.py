@@ -24,6 +24,10 @@ QWEN3 = CONFIGS["Qwen/Qwen3-8B"]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
+KIMI = {**QWEN3, **LATENTS, **DEEPSEEKS_EXPERTS, "model_type": "kimi_k2"}
+del KIMI["head_dim"]
+
+
 def checkpoint(folder: Path, config: Any = None, tokenizer: Any = None, **files: str) -> Path:
     (folder / "config.json").write_text(json.dumps(QWEN3 if config is None else config))
     (folder / "tokenizer_config.json").write_text(json.dumps({} if tokenizer is None else tokenizer))
@@ -276,3 +280,18 @@ def test_fp8_is_refused_where_instances_cannot_take_the_trainers_weights(
         return
     with pytest.raises(ConfigError, match=f"is in fp8 .* which inference.engine = '{engine}' does not serve"):
         require_trainable(run, files)
+
+
+def test_a_checkpoint_that_only_its_own_code_reads_is_refused_with_what_helps(tmp_path: Path) -> None:
+    """As those of Moonlight and Kimi K2: none of that code is run."""
+    code = {"auto_map": {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]}}
+    config = config_of(model={"path": str(checkpoint(tmp_path, tokenizer=code))}, prompts={"chat_template": False})
+    with pytest.raises(
+        ConfigError, match=r"tokenization_moonshot.*no code of a checkpoint is run: expected a tokenizer"
+    ):
+        require_trainable(config, ModelFiles.find(str(tmp_path)))
+    files = ModelFiles("kimi", None, KIMI, {})
+    with pytest.raises(
+        ConfigError, match=r"model_type 'kimi_k2', a name that transformers does not know .*'deepseek_v3'"
+    ):
+        require_trainable(config, files)

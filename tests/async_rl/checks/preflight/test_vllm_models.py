@@ -33,6 +33,7 @@ UNLIKE: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"head_dim": 16}, r"has head_dim = 16 .*expected its hidden_size divided by its 4 heads"),
     ("qwen2", {**WINDOWS, "max_window_layers": 1}, r"has windows in 1 of its layers .*expected windows in all, or"),
     ("qwen3", {**WINDOWS, "layer_types": [SLIDING, FULL]}, "has windows in 1 of its layers"),
+    ("qwen3", {"architectures": 7}, r"has architectures = 7.*expected a list"),
     ("qwen3", {"architectures": ["Qwen3ForSequenceClassification"]}, r"has architectures = .*its model_type 'qwen3'"),
     ("qwen3_moe", {**WINDOWS, "layer_types": [FULL, FULL]}, "has layer_types .*expected none, beside a sliding_window"),
     ("mistral", {"sliding_window": 4, "layer_types": [FULL, FULL]}, "has layer_types"),

@@ -1,0 +1,34 @@
+"""What a safetensors file holds, read without torch, against torch's own reading."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from async_rl.checks.preflight import weight_files
+from async_rl.checks.preflight.weight_files import FLOATS, tensors_of
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@given(data=st.data())
+def test_values_that_are_not_finite_are_found_wherever_they_are(
+    dtype: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Values of any bits: large, tiny, negative, and both zeros."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_files, "PIECE_BYTES", 16)
+        size = FLOATS[dtype][0]
+        bits = data.draw(st.binary(min_size=size, max_size=30 * size))
+        bits = bits[: len(bits) // size * size]
+        if data.draw(st.booleans()):
+            special = torch.tensor([data.draw(st.sampled_from([float("inf"), float("-inf"), float("nan")]))])
+            bits += special.to(DTYPES[dtype]).view(torch.uint8).numpy().tobytes()
+        values = torch.frombuffer(bytearray(bits), dtype=DTYPES[dtype])
+        file = Path(tmp_path_factory.getbasetemp()) / f"{dtype}.safetensors"
+        save_file({"x": values}, file)
+        assert tensors_of(file)["x"].is_finite() == bool(values.isfinite().all())
