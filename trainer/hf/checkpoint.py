@@ -1,6 +1,7 @@
 """Saves the policy as a Hugging Face checkpoint directory that transformers and vLLM load."""
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from contextlib import closing
@@ -16,7 +17,10 @@ from async_rl.shared.files import replace_directory, write_failed
 from async_rl.shared.weights.stream import buckets
 from trainer.hf.weight_export import WeightExport
 from trainer.hf.weight_map import constants
+from trainer.model.adapters import rounded_away
 from trainer.model.gpt import RankModel
+
+log = logging.getLogger(__name__)
 
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
@@ -44,11 +48,24 @@ def save_hf_checkpoint(model: RankModel, source: Path, path: Path, max_shard_byt
     try:
         _write_files(export, source, partial, max_shard_bytes)
         replace_directory(partial, path)
+        _warn_of_rounding(model, path)
     # safetensors wraps the system's error in its own.
     except (OSError, SafetensorError) as error:
         raise write_failed(path, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _warn_of_rounding(model: RankModel, path: Path) -> None:
+    lost, updated = rounded_away(model)
+    if lost:
+        log.warning(
+            "%s: of %d matrices whose adapters have an update %d are those of the base, bit for bit, after rounding to "
+            "model.dtype; async-rl export without --merge writes the adapters themselves",
+            path,
+            updated,
+            lost,
+        )
 
 
 def _write_files(export: WeightExport, source: Path, directory: Path, max_shard_bytes: int) -> None:

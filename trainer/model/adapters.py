@@ -131,6 +131,13 @@ def adapters_of(model: torch.nn.Module) -> dict[str, Adapter]:
     return {f"{name.removesuffix('.adapter')}.weight": adapter for name, adapter in found.items()}
 
 
+def rounded_away(model: torch.nn.Module) -> tuple[int, int]:
+    """Of this rank's matrices with an update: those that the last merge left as they were, bit for bit, and all."""
+    merges = [each.last_merge for each in adapters_of(model).values() if each.last_merge is not None]
+    updated = [changed for changed, _, has_update in map(torch.Tensor.tolist, merges) if has_update]
+    return updated.count(0), len(updated)
+
+
 def base_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters by name, without those of adapters."""
     return {name: parameter for name, parameter in model.named_parameters() if ".adapter." not in name}

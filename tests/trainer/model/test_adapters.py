@@ -255,6 +255,30 @@ def test_what_rounding_leaves_is_counted_and_an_update_that_is_lost_ends_the_run
         step(1)
 
 
+def test_a_saved_model_that_has_lost_what_its_adapters_learned_is_said_so(
+    tiny_model: Callable[..., Path], make_trainer: MakeTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = tiny_model("qwen3")
+    trainer = make_trainer(base, dtype="bfloat16", adapter=NEW)
+    trainer.save_hf(tmp_path / "new")
+    adapters = adapters_of(trainer.models.policy_model).values()
+    for size in (0.5, 1e-9):
+        for adapter in adapters:
+            for factor in adapter.b.values():
+                factor.data.fill_(size)
+        assert not caplog.records
+        trainer.save_hf(tmp_path / str(size))
+    said = f"of {len(adapters)} matrices whose adapters have an update {len(adapters)} are those of the base"
+    assert said in caplog.text
+    assert all(
+        map(
+            torch.equal,
+            load_file(tmp_path / "1e-09" / "model.safetensors").values(),
+            load_file(tmp_path / "new" / "model.safetensors").values(),
+        )
+    )
+
+
 def test_what_is_merged_is_rounded_once_however_many_publishes_there_were(
     tiny_model: Callable[..., Path], make_trainer: MakeTrainer
 ) -> None:
