@@ -38,7 +38,9 @@ def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelT
         # With the defaults of its class, which engines take for what the file leaves out.
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False).to_dict()
     except Exception as error:  # Of the kinds that there are, each comes from some value.
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        # A key alone says nothing.
+        kind = f"{type(error).__name__}: " if isinstance(error, LookupError) else ""
+        why = kind + " ".join(str(error).split())
         raise ConfigError(
             f"model.path {name!r} has a config.json that transformers does not read, and so no instance: {why}; "
             "correct it, or download it again"

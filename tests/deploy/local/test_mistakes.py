@@ -113,7 +113,7 @@ MISTAKES = {
     "model without config": Mistake(files={"model/config.json": None}, says=("model.path 'model' has no config.json",)),
     "broken model config": Mistake(files={"model/config.json": "{"}, says=("model.path 'model'", "cannot be read")),
     "model of another family": Mistake(
-        files={"model/config.json": '{"model_type": "gemma3"}'}, says=("model_type 'gemma3'", "expected one of qwen3")
+        files={"model/config.json": '{"model_type": "gemma2"}'}, says=("model_type 'gemma2'", "expected one of qwen3")
     ),
     "model without tokenizer": Mistake(
         files={"model/tokenizer.json": None, "model/tokenizer_config.json": None},

@@ -148,7 +148,7 @@ def test_values_without_meaning_are_named(
         ({"held_out": 1.5}, "a share below 1, or a whole number"),
         ({"curriculum_iterations": 3}, "prompts.columns name no column of difficulty"),
         ({"source": None, "mixture": [{"name": "a", "source": "a"}, {"name": "a", "source": "b"}]}, "name of its own"),
-        ({"source": None, "mixture": [{"name": "a/b", "source": "a"}]}, "should match pattern"),
+        ({"source": None, "mixture": [{"name": "a/b", "source": "a"}]}, "expected letters, digits"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(prompts: dict[str, Any], fault: str) -> None:

@@ -9,11 +9,10 @@ from multiprocessing.connection import Connection, Listener
 
 import pytest
 import torch
-import xxhash
 
 from async_rl.errors import ConfigError, PublishError
 from async_rl.shared.weights.collectives import make_group
-from async_rl.shared.weights.fingerprint import TensorSpec
+from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec
 from async_rl.shared.weights.store import StoreServer, join_rendezvous
 from async_rl.shared.weights.stream import WeightGroup, buckets
 from tests.support import stream_receiver
@@ -50,9 +49,11 @@ class Workers:
 def test_two_receivers_get_every_byte_and_the_same_fingerprint(
     bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hashed = []
-    digest = xxhash.xxh3_128_digest
-    monkeypatch.setattr(xxhash, "xxh3_128_digest", lambda data: (hashed.append(data.nbytes), digest(data))[1])
+    hashed: list[int] = []
+    add = Fingerprint.add
+    monkeypatch.setattr(
+        Fingerprint, "add", lambda own, spec, data: (hashed.append(data.numel()), add(own, spec, data))[1]
+    )
     workers = Workers(2, bucket_bytes)
     workers.tell("receive")
     workers.wait_until_announced()
