@@ -23,7 +23,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from async_rl.config.trainer_section import TrainerSection
@@ -254,6 +253,9 @@ def scaled_frequencies(rope: Rope | None, theta: float, head_dim: int) -> tuple[
     """Angles per position, float32 [D / 2], and the factor of cosine and sine, as transformers computes them."""
     if rope is None:
         return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)), 1.0
+    # Loads transformers' generation, and with it torch's compiler: two seconds, which most models need not.
+    from transformers import LlamaConfig
+
     parameters = {"rope_type": rope.kind, "rope_theta": theta, **dict(rope.parameters)}
     config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=parameters)
     frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](config)
