@@ -253,7 +253,7 @@ def scaled_frequencies(rope: Rope | None, theta: float, head_dim: int) -> tuple[
     """Angles per position, float32 [D / 2], and the factor of cosine and sine, as transformers computes them."""
     if rope is None:
         return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)), 1.0
-    # Loads transformers' generation, and with it torch's compiler: two seconds, which most models need not.
+    # Loads transformers' generation, and with it torch's compiler: half a second or more, which most models need not.
     from transformers import LlamaConfig
 
     parameters = {"rope_type": rope.kind, "rope_theta": theta, **dict(rope.parameters)}
