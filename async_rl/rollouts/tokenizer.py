@@ -32,12 +32,21 @@ def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelT
         from async_rl.shared.cpu.model_scan import scan_models_once
 
         scan_models_once()
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:
         # With the defaults of its class, which engines take for what the file leaves out.
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False).to_dict()
-    except Exception as error:  # Of the kinds that there are, each comes from some value.
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        StrictDataclassError,
+    ) as error:
         # A key alone says nothing.
         kind = f"{type(error).__name__}: " if isinstance(error, LookupError) else ""
         why = kind + " ".join(str(error).split())

@@ -25,7 +25,7 @@ CLAMPED_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 QUERY_RANK = 1536
 """Of deepseek_v3's queries, where config.json leaves q_lora_rank out; null is none."""
 
-LARGEST_SIZE, LARGEST_NUMBER, MOST_LAYERS = 2**31, 1e30, 10_000
+LARGEST_SIZE, LARGEST_NUMBER, MOST_LAYERS = 2**31 - 1, 1e30, 10_000
 """Of any one dimension, and of other numbers; larger ones, and more layers, are damaged files."""
 
 

@@ -102,15 +102,14 @@ class ModelShape:
         family = family_of(config, named)
         traits = TABLE[family]
 
-        def size(*keys: str, default: int | None = None) -> int:
+        def size(*keys: str, default: int | None = None, most: int = LARGEST_SIZE) -> int:
             value = next((config[key] for key in keys if key in config), default)
-            if type(value) is not int or not 0 < value < LARGEST_SIZE:
-                raise damaged(named, keys[0], value, "a number from 1")
+            if type(value) is not int or not 0 < value <= most:
+                raise damaged(named, keys[0], value, f"a number from 1 to {most}")
             return value
 
         hidden, heads = size("hidden_size"), size("num_attention_heads")
-        if (num_layers := size("num_hidden_layers")) > MOST_LAYERS:
-            raise damaged(named, "num_hidden_layers", num_layers, f"a number from 1 to {MOST_LAYERS}")
+        num_layers = size("num_hidden_layers", most=MOST_LAYERS)
 
         def heads_size(key: str, default: int | None, derived: int) -> int:
             if key in config and config[key] is None and key in traits.derived:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -144,6 +145,11 @@ def test_a_run_without_a_known_instance_waits_for_one_to_register_and_hands_over
     assert second.poll() is None, "it waits for the next run"
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.nightly
 def test_two_runs_that_are_given_the_same_instance_are_both_proven_and_lose_only_time(
     fleet: Fleet, tmp_path: Path
@@ -153,13 +159,17 @@ def test_two_runs_that_are_given_the_same_instance_are_both_proven_and_lose_only
     runs = (fleet.run, Run(tmp_path / "other", fleet.model))
     (port,) = free_ports(1)
     try:
-        for run in runs:
-            run.start("--train.iterations=25", "--publish.timeout_s=5")
         # It is registered nowhere.
         serve = [sys.executable, "-m", "inference_service", "--model", str(fleet.model), "--port", str(port)]
         fleet.instances.append(subprocess.Popen(serve, env={**os.environ, "OMP_NUM_THREADS": "1"}))
         for run in runs:
+            run.start("--train.iterations=25", "--publish.timeout_s=5")
+        for run in runs:
             run.wait_for_iterations(1)
+            # However long it takes to start, iterations are left.
+            run.hold()
+            run.wait_until(lambda: listens(port))
+            run.tell("")
             Fleet(run, fleet.model).command("add", f"http://127.0.0.1:{port}", "--name", "shared")
         for run in runs:
             assert run.finish() == 0, run.everything_said()
