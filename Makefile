@@ -63,7 +63,7 @@ test-as-intel: $(READY)
 
 # Every layout against one rank; its figures are printed at the end.
 test-layouts: $(READY)
-	$(BIN)/python -m pytest -m layouts -rP tests/trainer/test_layouts.py $(ARGS)
+	$(BIN)/python -m pytest -m layouts -rP tests/trainer/test_layouts.py tests/trainer/devices/emulated/test_layouts.py $(ARGS)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -71,7 +71,7 @@ test-gpu: $(READY)
 # Whole runs, faults and rules on emulated NPUs; the first time on a machine they are compiled, with g++. Covers of the
 # matrix of layouts, `async-rl verify` there and what only varies these are left to `make test-all`.
 test-devices: $(READY)
-	$(BIN)/python -m pytest -m "not npu and not nightly" $(WORKERS) tests/trainer/devices/emulated $(ARGS)
+	$(BIN)/python -m pytest -m "not npu and not nightly and not layouts" $(WORKERS) tests/trainer/devices/emulated $(ARGS)
 
 test-vllm: $(READY) $(VLLM_READY)
 	$(BIN)/python -m pytest -m "$(VLLM)" tests/vllm $(ARGS)

@@ -109,6 +109,7 @@ def test_an_instance_joins_two_leaders_at_once_and_the_first_one_is_drained(flee
     assert 1 <= len(list((tmp_path / "snapshots").glob("[!.]*.safetensors"))) <= 2, "the current and the previous one"
 
 
+@pytest.mark.nightly
 def test_a_run_without_a_known_instance_waits_for_one_to_register_and_hands_over_to_another(fleet: Fleet) -> None:
     """With a single leader, and instances that join with the next publish."""
     (port,) = free_ports(1)

@@ -9,7 +9,7 @@ import pytest
 from async_rl.method.proof.prompt_ids import from_runs
 from tests.support.local_run import Run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 NUM_ROWS = 40
 SETTINGS = ("--prompts.prompts_per_batch=20", "--rollout.max_response_tokens=4", "--checkpoint.every=2")

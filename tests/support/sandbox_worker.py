@@ -24,7 +24,7 @@ from async_rl.parts.sandbox.bubblewrap import Bubblewrap, find_bubblewraps
 from async_rl.parts.sandbox.sandlock import Sandlock
 from tests.support.hostile_programs import BREAKING, DAEMON, PRELUDE, REACHING
 
-LIMITS = Limits(wall_s=2.5, cpu_s=10.0, memory_bytes=160 * 2**20, num_processes=32, num_files=2000)
+LIMITS = Limits(wall_s=1.5, cpu_s=10.0, memory_bytes=160 * 2**20, num_processes=32, num_files=2000)
 """For what may end by its time."""
 
 PATIENT = replace(LIMITS, wall_s=60.0, cpu_s=60.0)

@@ -143,9 +143,8 @@ def test_losses_and_gradients_of_both_equal_each_sequence_alone_in_transformers(
         assert stats.metrics[name] == pytest.approx(value, rel=2e-5, abs=1e-5, nan_ok=True), name
 
 
-@pytest.mark.parametrize(
-    ("frozen_weights", "micro_batch_tokens"), [pytest.param("device", 10_000, marks=pytest.mark.nightly), ("host", 20)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("frozen_weights", "micro_batch_tokens"), [("device", 10_000), ("host", 20)])
 def test_a_second_step_of_a_batch_has_the_values_and_log_probs_of_its_start_as_old_ones(
     frozen_weights: str,
     micro_batch_tokens: int,

@@ -153,6 +153,7 @@ def test_a_cpu_and_one_of_several_ranks_are_not_watched() -> None:
     assert not any(thread.name == "async-rl-device-watch" for thread in threading.enumerate())
 
 
+@pytest.mark.nightly
 def test_a_rank_whose_kernel_hangs_names_its_window_shows_its_stacks_and_is_to_be_started_again(
     tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

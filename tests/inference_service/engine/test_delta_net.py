@@ -26,6 +26,7 @@ from inference_service.engine.schedule import Schedule
 from inference_service.engine.sequences import Sequence
 from inference_service.engine.step import ModelStep
 from inference_service.engine.transformers_engine import TransformersEngine
+from tests.support.tiers import at_night
 from tests.support.tiny_model import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -62,7 +63,7 @@ def store_of(size: CacheSize, num_routes: int) -> KVStore:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("case", "prefill_tokens"), [*((case, 512) for case in CASES), ("qwen3_next", 7)])
+@pytest.mark.parametrize(("case", "prefill_tokens"), [*((case, 512) for case in CASES), at_night("qwen3_next", 7)])
 def test_greedy_responses_of_all_lengths_together_are_those_of_transformers(
     case: str, prefill_tokens: int, rng: random.Random, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -77,11 +77,22 @@ def in_rounds(rng: random.Random, sequences: list[Sequence]) -> Iterator[list[Se
         sequences = sequences[number:]
 
 
-@torch.inference_mode()
 @settings(max_examples=1)
-@example(1267, 2, 3, False).via("a token 3e-8 from another expert")
 @given(st.integers(0, 2**32), st.sampled_from([2, 4, 16]), st.sampled_from([3, 17, 512]), st.booleans())
 def test_each_token_has_the_probability_that_the_model_alone_gives_it(
+    model: PreTrainedModel, seed: int, max_running: int, prefill_tokens: int, has_little_room: bool
+) -> None:
+    require_log_probs(model, seed, max_running, prefill_tokens, has_little_room)
+
+
+@pytest.mark.nightly
+def test_a_token_a_hair_from_another_expert_has_the_probability_that_either_gives_it(model: PreTrainedModel) -> None:
+    """3e-8, with qwen3_moe."""
+    require_log_probs(model, 1267, 2, 3, False)
+
+
+@torch.inference_mode()
+def require_log_probs(
     model: PreTrainedModel, seed: int, max_running: int, prefill_tokens: int, has_little_room: bool
 ) -> None:
     rng = random.Random(seed)
@@ -138,7 +149,7 @@ def turn(prompt: tuple[int, ...], seed: int, num_tokens: int) -> Sequence:
 
 
 @torch.inference_mode()
-@settings(max_examples=3)
+@settings(max_examples=1)
 @given(st.integers(0, 2**32), st.sampled_from([2, 16]), st.sampled_from([3, 512]), st.booleans())
 def test_turns_have_the_probabilities_that_the_model_alone_gives_them(
     model: PreTrainedModel, seed: int, max_running: int, prefill_tokens: int, has_little_room: bool

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
+from tests.support.fresh_seed import fresh_seed
 from tests.support.tiny_model import FAMILIES
 
 SPLIT_TOKENS, PACKED_TOKENS = 14, 10_000
@@ -262,6 +263,11 @@ def ragged_cases(num_ranks: int) -> list[Case]:
     placed = [case for case in cases(num_ranks) if not case.experts and case.placement.num_replicas < num_ranks]
     some = [replace(case, ragged=True, family=family) for case in placed for family in ("", *OTHER_FAMILIES)]
     return [case for case in some if _may_share_rows(case)]
+
+
+def drawn(some: Sequence[Case], number: int) -> list[Case]:
+    """So many of the cases, others in each night: the whole of them is hours of work."""
+    return random.Random(fresh_seed()).sample(some, min(number, len(some)))
 
 
 def cover_of_each(families: Sequence[str], num_ranks: int) -> list[Case]:

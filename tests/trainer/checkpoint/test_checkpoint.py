@@ -109,7 +109,8 @@ def test_training_goes_on_bit_for_bit_in_a_new_process(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("names", ["b", pytest.param("acd", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("names", ["b", "acd"])
 def test_training_goes_on_bit_for_bit_under_another_layout(
     names: str, tiny_model: Callable[..., Path], parallel: Parallel, tmp_path: Path
 ) -> None:

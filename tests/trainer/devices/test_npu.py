@@ -159,9 +159,10 @@ def test_rank_without_an_npu_of_its_own_is_refused(environment: dict[str, str]) 
             "mindspeed.megatron_adaptor cannot be imported, since it imports 'triton', which is not installed: install "
             "triton-ascend (`pip install triton-ascend==3.2.0`)",
         ),
-        (
+        pytest.param(
             "import no_such.part",
             "since it imports 'no_such', which is not installed: install the package that has no_such",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             "import mindspeed.no_such",

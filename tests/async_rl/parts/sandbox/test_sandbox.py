@@ -100,7 +100,7 @@ def test_time_is_counted_from_the_start_of_the_program(run: Callable[..., Outcom
     assert run("while True: pass", cpu_s=1, wall_s=60).status == "timeout"
 
 
-def test_a_hundred_programs_at_once_have_nothing_in_common(sandbox: Sandbox) -> None:
+def test_many_programs_at_once_have_nothing_in_common(sandbox: Sandbox) -> None:
     source = """
 import os, pathlib, sys, time
 own = sys.stdin.read()
@@ -113,10 +113,10 @@ print(before, pathlib.Path("name").read_text())
     async def all_of_them() -> list[Outcome]:
         # Their starts alone take seconds on two cores.
         limits = Limits(wall_s=120)
-        return await asyncio.gather(*(sandbox.run(Program(source, stdin=b"%d" % i), limits) for i in range(100)))
+        return await asyncio.gather(*(sandbox.run(Program(source, stdin=b"%d" % i), limits) for i in range(40)))
 
     outcomes = asyncio.run(all_of_them())
-    assert [outcome.stdout.decode() for outcome in outcomes] == [f"['program.py'] {i}\n" for i in range(100)]
+    assert [outcome.stdout.decode() for outcome in outcomes] == [f"['program.py'] {i}\n" for i in range(40)]
 
 
 def test_a_cancelled_call_leaves_nothing(sandbox: Sandbox) -> None:

@@ -23,6 +23,7 @@ from async_rl.shared.net.listener import listen, url_for_others
 from tests.support import ROOT
 from tests.support.parts import needs_part
 from tests.support.synthetic_run import SyntheticRun
+from tests.support.tiers import by_day
 from tests.support.waiting import wait_for
 
 HALF = b"POST /fleet/register HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"
@@ -185,7 +186,7 @@ def test_a_part_of_the_descriptors_is_for_connections_and_another_for_none(monke
 
 @needs_part("dashboard")
 @pytest.mark.distributed
-@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("words", by_day(WORDS, ("half a header", "kept alive")))
 def test_a_program_with_few_descriptors_answers_and_logs_nothing(
     words: str, tmp_path: Path, strangers: Callable[[str, bytes], socket.socket]
 ) -> None:

@@ -192,7 +192,7 @@ print(port_finding("pool.fleet_address", sys.argv[1], 8600).remedy)
     [
         (["ip link set lo up", "ip address del 127.0.0.1/8 dev lo"], "127.0.0.1", "::1"),
         at_night(["ip link set lo up", "ip address del ::1/128 dev lo"], "::1", "127.0.0.1"),
-        (["ip link set lo up", "ip address flush dev lo"], "127.0.0.1", None),
+        at_night(["ip link set lo up", "ip address flush dev lo"], "127.0.0.1", None),
     ],
     ids=["only IPv6", "only IPv4", "neither"],
 )
