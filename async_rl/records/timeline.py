@@ -45,6 +45,7 @@ def timeline_rows(
             "num_responses": row.num_responses,
             "num_prompt_tokens": row.num_prompt_tokens,
             "num_response_tokens": row.num_response_tokens,
+            "longest_rollout_tokens": max(row.rollout_lengths, default=0),
             "reward_mean": _rounded(fmean(row.rewards)) if row.rewards else None,
             **{name: _rounded(mean) for name, mean in reward_part_means([row.reward_parts]).items()},
             "attempts": row.attempts,

@@ -1,0 +1,208 @@
+"""`async-rl plan RUN [--devices N]`: what limits a run, and how long its iterations would take with other pools.
+
+Reads the records of a run that goes on or is over. Exit codes: 0 success, 2 no such run, or not enough of it.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
+from async_rl.shared.programs.error_text import error_text
+from deploy.plan.costs import Measured, measure
+from deploy.plan.simulation import ASSUMED, SCHEDULES, Outcome, SetUp, Shape, simulate
+
+NUM_BATCHES = 4
+"""Simulated of each set-up that is shown; of the many that are tried one."""
+
+NUM_SPLITS = 40
+"""Tried at most before those beside the best one."""
+
+NUM_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Of the batches of a set-up: seconds of an iteration, trained tokens a second, shares of the time."""
+
+    seconds: float
+    tokens_per_s: float
+    idle_training: float
+    idle_inference: float
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> "Mean":
+        seconds = fmean(each.seconds for each in outcomes)
+        tokens = fmean(each.num_response_tokens for each in outcomes)
+        shares = (fmean(getattr(each, name) for each in outcomes) for name in ("idle_training", "idle_inference"))
+        return cls(seconds, tokens / seconds, *shares)
+
+
+class Plan:
+    """A run and batches like its own, or of other sizes; draws the same ones each time."""
+
+    def __init__(self, run: Measured, num_prompts: int | None, num_responses: int | None) -> None:
+        self._run = run
+        shapes = [shape for iteration in run.iterations for shape in iteration.shapes]
+        rng = random.Random(0)
+
+        def with_responses(shape: Shape) -> Shape:
+            if num_responses is None:
+                return shape
+            return replace(shape, response_tokens=tuple(rng.choices(shape.response_tokens, k=num_responses)))
+
+        number = num_prompts or round(fmean(len(iteration.groups) for iteration in run.iterations))
+        self.batches = [[with_responses(rng.choice(shapes)) for _ in range(number)] for _ in range(NUM_BATCHES)]
+
+    def mean(self, set_up: SetUp, num_batches: int = NUM_BATCHES) -> Mean:
+        return Mean.of([simulate(batch, self._run.costs, set_up) for batch in self.batches[:num_batches]])
+
+    def splits(self, num_devices: int) -> list[SetUp]:
+        """Of so many devices, those whose iterations are shortest, the best one first.
+
+        Raises:
+            ConfigError: there is no room for an instance and a replica.
+        """
+        of_instance, of_replica = self._run.devices_of
+        most = (num_devices - of_instance) // of_replica
+        if most < 1:
+            raise ConfigError(
+                f"--devices is {num_devices}: an instance of this run has {of_instance}, a replica {of_replica}; name "
+                f"at least {of_instance + of_replica}"
+            )
+        num_groups = len(self.batches[0])
+        most = min(most, num_groups)
+
+        def split(num_replicas: int) -> SetUp:
+            num_instances = min(num_groups, (num_devices - num_replicas * of_replica) // of_instance)
+            return replace(self._run.set_up, num_instances=num_instances, num_replicas=num_replicas)
+
+        tried = {1 + place * (most - 1) // NUM_SPLITS for place in range(NUM_SPLITS + 1)}
+        seconds = {number: self.mean(split(number), 1).seconds for number in tried}
+        for _ in range(2):
+            around = min(seconds, key=seconds.__getitem__)
+            gap = max(1, most // NUM_SPLITS)
+            for number in range(max(1, around - gap), min(most, around + gap) + 1):
+                if number not in seconds:
+                    seconds[number] = self.mean(split(number), 1).seconds
+        shown = [split(number) for number in sorted(seconds, key=seconds.__getitem__)[:NUM_SHOWN]]
+        return sorted(shown, key=lambda set_up: self.mean(set_up).seconds)
+
+
+def limit_of(mean: Mean) -> str:
+    """Which part an iteration waits for."""
+    if max(mean.idle_training, mean.idle_inference) < 0.1:
+        return "balanced"
+    return "rollouts" if mean.idle_training > mean.idle_inference else "training"
+
+
+def text_of(run: Measured, plan: Plan, set_ups: Sequence[SetUp]) -> str:
+    costs, ratios = run.costs, run.ratios
+    lines = [
+        f"measured over {len(run.iterations)} iterations, of which every other one was fitted:",
+        f"  instance   {_s(costs.step_s)} a decoding step and {_s(costs.token_s)} for each running response, "
+        f"{_s(costs.prompt_token_s)} a token of a prompt; scored {_s(costs.score_s)} after the last one",
+        f"  replica    {_s(costs.window_s)} a window and {_s(costs.row_s)} for each row",
+        f"  iteration  step {_s(costs.optimizer_s)}, publish {_s(costs.publish_s)}, between {_s(costs.between_s)}",
+        f"  simulated / measured, of the others: median {median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}",
+        "",
+        "instances  replicas  devices  iteration  tokens/s  per device  training waits  instances idle  limited by",
+    ]
+    lines += [_row(run, set_up, plan.mean(set_up), set_up == run.set_up) for set_up in set_ups]
+    best = set_ups[0] if len(set_ups) == 1 else set_ups[1]
+    periodic = plan.mean(replace(best, schedule="periodic")).seconds
+    lines += ["", f"schedules with {best.num_instances} instances and {best.num_replicas} replicas:"]
+    for schedule in SCHEDULES:
+        seconds = plan.mean(replace(best, schedule=schedule)).seconds
+        note = " (trains samples of older weights; not offered)" if schedule == "one step behind" else ""
+        lines.append(f"  {schedule:<16}{_s(seconds):>9}  {seconds / periodic:.2f} of periodic{note}")
+    return "\n".join([*lines, "", "taken for granted: " + "; ".join(ASSUMED)])
+
+
+def _row(run: Measured, set_up: SetUp, mean: Mean, is_now: bool) -> str:
+    devices = devices_of(run, set_up)
+    return (
+        f"{set_up.num_instances:>9}  {set_up.num_replicas:>8}  {devices:>7}  {_s(mean.seconds):>9}  "
+        f"{mean.tokens_per_s:>8,.0f}  {mean.tokens_per_s / devices:>10,.1f}  {mean.idle_training:>14.0%}  "
+        f"{mean.idle_inference:>14.0%}  {limit_of(mean)}{', as it is' if is_now else ''}"
+    )
+
+
+def devices_of(run: Measured, set_up: SetUp) -> int:
+    of_instance, of_replica = run.devices_of
+    return set_up.num_instances * of_instance + set_up.num_replicas * of_replica
+
+
+def _s(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds:,.0f} s"
+    return f"{seconds / 1e-6:.3g} us" if seconds >= 1e-9 else "0 s"
+
+
+def json_of(run: Measured, plan: Plan, set_ups: Sequence[SetUp]) -> dict[str, Any]:
+    """Everything that the text has, under the names of `Costs`, `SetUp` and `Mean`; the first set-up is the run's."""
+    return {
+        "costs": asdict(run.costs),
+        "num_iterations": len(run.iterations),
+        "simulated_to_measured": list(run.ratios),
+        "set_ups": [
+            {**asdict(set_up), "devices": devices_of(run, set_up), **asdict(plan.mean(set_up))} for set_up in set_ups
+        ],
+        "assumed": list(ASSUMED),
+    }
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        "async-rl plan",
+        "Simulates a run's iterations with other numbers of instances and replicas, from what its records say.",
+        "RUN [OPTIONS]",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="run.dir of a run that goes on or is over")
+    parser.add_argument("--devices", type=int, metavar="N", help="find the best split of so many among both pools")
+    parser.add_argument("--instances", type=int, metavar="N", help="simulate so many; by default as many as now")
+    parser.add_argument("--replicas", type=int, metavar="N", help="simulate so many; by default as many as now")
+    parser.add_argument("--prompts", type=int, metavar="N", help="prompts of a batch; by default as many as now")
+    parser.add_argument("--responses", type=int, metavar="N", help="responses to a prompt; by default as many as now")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    for name in ("devices", "instances", "replicas", "prompts", "responses"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            parser.error(f"--{name} is {value}: expected at least 1")
+    if options.devices and (options.instances or options.replicas):
+        parser.error("--devices finds the numbers of instances and replicas itself: leave these out")
+    try:
+        run = measure(options.run)
+        plan = Plan(run, options.prompts, options.responses)
+        set_ups = [run.set_up]
+        if options.devices:
+            set_ups += plan.splits(options.devices)
+        elif options.instances or options.replicas:
+            set_ups.append(
+                replace(
+                    run.set_up,
+                    num_instances=options.instances or run.set_up.num_instances,
+                    num_replicas=options.replicas or run.set_up.num_replicas,
+                )
+            )
+    except AsyncRLError as error:
+        print(f"async-rl plan: {error_text(error)}", file=sys.stderr)
+        return USAGE_ERROR
+    print(json.dumps(json_of(run, plan, set_ups)) if options.json else text_of(run, plan, set_ups))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

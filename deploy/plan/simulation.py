@@ -1,0 +1,232 @@
+"""One iteration, simulated: when its groups finish at the instances, and when replicas have trained them.
+
+A discrete-event simulation of the period (`docs/period.md`) with the costs of `Costs`. What it leaves out: `ASSUMED`.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Schedule = Literal["periodic", "synchronous", "one step behind"]
+SCHEDULES: tuple[Schedule, ...] = ("periodic", "synchronous", "one step behind")
+
+ASSUMED = (
+    "an instance and a replica are as fast as those that were measured, however many there are",
+    "an optimizer step and a publish take as long with more of them",
+    "a token costs the same wherever it is in a response",
+    "responses are as long as those of the run",
+)
+"""What is taken for granted, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A group's sizes, in tokens: those of its prompt, and of each of its responses; a selection may leave it out."""
+
+    prompt_tokens: int
+    response_tokens: tuple[int, ...]
+    is_trained: bool = True
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of a micro-batch that it takes: its prompt once."""
+        return self.prompt_tokens + sum(self.response_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of each part, of one instance and of one replica.
+
+    A decoding step of n running responses takes `step_s + n * token_s`, a prompt `prompt_token_s` for each of its
+    tokens, during which nothing else is decoded; a finished group is in the queue `score_s` later. A window takes
+    `window_s + rows * row_s`. `optimizer_s`, `publish_s` and `between_s`, the rest, are those of an iteration.
+    """
+
+    step_s: float
+    token_s: float
+    prompt_token_s: float
+    score_s: float
+    window_s: float
+    row_s: float
+    optimizer_s: float
+    publish_s: float
+    between_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """How many of each, and how the two pools work together.
+
+    Attributes:
+        max_running: responses that an instance decodes at once; others wait there.
+        window_rows: most rows of a window, unless a single group has more.
+    """
+
+    num_instances: int = 1
+    num_replicas: int = 1
+    max_running: int = 256
+    window_rows: int = 4096
+    schedule: Schedule = "periodic"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One iteration, in seconds: `rollout_s` from the dispatch to the last group, `train_s` of the busiest replica."""
+
+    seconds: float
+    rollout_s: float
+    train_s: float
+    wait_s: float
+    num_response_tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_response_tokens / self.seconds
+
+    @property
+    def idle_training(self) -> float:
+        """Share of the iteration in which the busiest replica waits for rollouts."""
+        return self.wait_s / self.seconds
+
+    @property
+    def idle_inference(self) -> float:
+        """Share of the iteration in which no rollouts run."""
+        return 1 - min(1.0, self.rollout_s / self.seconds)
+
+
+def simulate(groups: Sequence[Shape], costs: Costs, set_up: SetUp) -> Outcome:
+    """An iteration of these groups, at least one, all dispatched at its beginning."""
+    finished = finish_times(groups, costs, set_up)
+    rollout_s = max(finished)
+    is_periodic = set_up.schedule == "periodic"
+    arrivals = [
+        (at_s if is_periodic else 0.0, group.num_rows)
+        for at_s, group in zip(finished, groups, strict=True)
+        if group.is_trained
+    ]
+    trained_s, train_s = train(arrivals, costs, set_up)
+    last = trained_s + costs.optimizer_s
+    if set_up.schedule == "synchronous":
+        last += rollout_s
+    elif set_up.schedule == "one step behind":
+        last = max(last, rollout_s)
+    return Outcome(
+        seconds=costs.publish_s + last + costs.between_s,
+        rollout_s=rollout_s,
+        train_s=train_s,
+        wait_s=max(0.0, last - costs.optimizer_s - train_s),
+        num_response_tokens=sum(sum(group.response_tokens) for group in groups if group.is_trained),
+    )
+
+
+class _Instance:
+    """Decodes its responses in turn: each step gives every running one a token.
+
+    `_num_steps` counts them, so that a response that begins now ends at a known number of steps.
+    """
+
+    def __init__(self, costs: Costs, max_running: int) -> None:
+        self._costs = costs
+        self._max_running = max_running
+        self._waiting: deque[tuple[int, int, int]] = deque()
+        """(group, tokens, tokens of a prompt that is computed first)."""
+        self._running: list[tuple[int, int]] = []
+        """A heap of (number of steps at its end, group)."""
+        self._now_s, self._num_steps = 0.0, 0
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._running) < self._max_running
+
+    def give(self, index: int, group: Shape) -> None:
+        for number, tokens in enumerate(group.response_tokens):
+            self._waiting.append((index, tokens, 0 if number else group.prompt_tokens))
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self.has_room:
+            index, tokens, prompt_tokens = self._waiting.popleft()
+            self._now_s += prompt_tokens * self._costs.prompt_token_s
+            heapq.heappush(self._running, (self._num_steps + tokens, index))
+
+    def next_end_s(self) -> float:
+        """When the next response ends; infinite if it has none."""
+        if not self._running:
+            return math.inf
+        step_s = self._costs.step_s + len(self._running) * self._costs.token_s
+        return self._now_s + (self._running[0][0] - self._num_steps) * step_s
+
+    def end_next(self) -> int:
+        """The group of the response that ends next, at `next_end_s`."""
+        self._now_s = self.next_end_s()
+        self._num_steps, index = heapq.heappop(self._running)
+        self._admit()
+        return index
+
+
+def finish_times(groups: Sequence[Shape], costs: Costs, set_up: SetUp) -> list[float]:
+    """When each group is in the queue, in seconds after the dispatch, which takes them in this order.
+
+    Each goes to the instance with the fewest outstanding tokens. An instance gets no further group while it has as many
+    responses as it decodes at once.
+    """
+    instances = [_Instance(costs, set_up.max_running) for _ in range(min(set_up.num_instances, len(groups)))]
+    order = deque(enumerate(groups))
+    least = [(0, place) for place in range(len(instances))]
+    while order and least:
+        tokens, place = heapq.heappop(least)
+        index, group = order.popleft()
+        instances[place].give(index, group)
+        if instances[place].has_room:
+            heapq.heappush(least, (tokens + sum(group.response_tokens), place))
+    left = [len(group.response_tokens) for group in groups]
+    finished = [0.0] * len(groups)
+    ends = [(instance.next_end_s(), place) for place, instance in enumerate(instances)]
+    heapq.heapify(ends)
+    for _ in range(sum(left)):
+        ended_s, place = heapq.heappop(ends)
+        index = instances[place].end_next()
+        left[index] -= 1
+        if not left[index]:
+            finished[index] = ended_s + costs.score_s
+        # As long as a group is left, all others are full.
+        if order and instances[place].has_room:
+            instances[place].give(*order.popleft())
+        heapq.heappush(ends, (instances[place].next_end_s(), place))
+    return finished
+
+
+def train(arrivals: Sequence[tuple[float, int]], costs: Costs, set_up: SetUp) -> tuple[float, float]:
+    """(end, time in windows of the busiest replica) of groups that arrive as (seconds, rows).
+
+    A replica that is free trains what waits, the largest groups first, up to a window, and at most its share of what
+    is left of the batch, so that all end together.
+    """
+    free_at = [(0.0, replica) for replica in range(set_up.num_replicas)]
+    busy_s = [0.0] * set_up.num_replicas
+    coming = deque(sorted(arrivals))
+    waiting: list[int] = []
+    """A heap of -rows."""
+    left = sum(rows for _, rows in arrivals)
+    end_s, share, shared_s = 0.0, 0.0, -1.0
+    while coming or waiting:
+        at_s, replica = heapq.heappop(free_at)
+        if not waiting:
+            at_s = max(at_s, coming[0][0])
+        while coming and coming[0][0] <= at_s:
+            heapq.heappush(waiting, -coming.popleft()[1])
+        rows = -heapq.heappop(waiting)
+        # Replicas that are free at the same time have the same.
+        if at_s != shared_s:
+            share, shared_s = left / set_up.num_replicas, at_s
+        while waiting and rows - waiting[0] <= min(set_up.window_rows, share):
+            rows -= heapq.heappop(waiting)
+        took_s = costs.window_s + rows * costs.row_s
+        left -= rows
+        busy_s[replica] += took_s
+        end_s = max(end_s, at_s + took_s)
+        heapq.heappush(free_at, (at_s + took_s, replica))
+    return end_s, max(busy_s)

@@ -1,0 +1,253 @@
+"""Costs from records that a simulation has written: they are found again, and what is no plan's run is refused."""
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.errors import ConfigError
+from deploy.plan import costs
+from deploy.plan.__main__ import main
+from deploy.plan.costs import Measured, least_squares, line, measure
+from deploy.plan.simulation import Costs, SetUp, Shape, finish_times, simulate
+from tests.support.fresh_seed import fresh_seed
+
+COSTS = Costs(0.011, 0.0004, 0.0002, 0.05, 0.03, 0.0007, 0.2, 0.4, 0.1)
+SET_UP = SetUp(2, 1, 16, 2048)
+
+
+def write_run(path: Path, rng: random.Random, set_up: SetUp = SET_UP, num_iterations: int = 12) -> None:
+    """The records of a run that takes exactly as long as a simulation; each window has one group."""
+    config = {
+        "run": {"placement": "separate"},
+        "train": {"mode": set_up.schedule},
+        "trainer": {
+            "tensor_parallel": 2,
+            "pipeline_parallel": 1,
+            "context_parallel": 1,
+            "micro_batch_tokens": set_up.window_rows,
+        },
+        "inference": {"max_concurrency": set_up.max_running},
+    }
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    with (path / "metrics.jsonl").open("w") as metrics, (path / "timeline.jsonl").open("w") as timeline:
+        for iteration in range(num_iterations):
+            shapes = [
+                Shape(rng.randint(5, 60), tuple(sorted((rng.randint(1, 80) for _ in range(4)), reverse=True)))
+                for _ in range(24)
+            ]
+            # The records have the longest response, and the others' mean.
+            shapes = [replace(shape, response_tokens=(shape.response_tokens[0], *(20,) * 3)) for shape in shapes]
+            outcome = simulate(shapes, COSTS, set_up)
+            record = {
+                "iteration": iteration,
+                "seconds": outcome.seconds,
+                "publish_s": COSTS.publish_s,
+                "step_s": COSTS.optimizer_s,
+                "wait_s": outcome.wait_s,
+                "train_s": outcome.train_s,
+                "num_instances": set_up.num_instances,
+                "num_training_devices": 2 * set_up.num_replicas,
+                "num_inference_devices": 2 * set_up.num_instances,
+            }
+            metrics.write(json.dumps(record) + "\n")
+            at_s = COSTS.publish_s
+            for index, (shape, finished_s) in enumerate(zip(shapes, finish_times(shapes, COSTS, set_up), strict=True)):
+                took_s = COSTS.window_s + shape.num_rows * COSTS.row_s
+                row = {
+                    "iteration": iteration,
+                    "index": index,
+                    "num_responses": 4,
+                    "num_turns": 4,
+                    "num_prompt_tokens": shape.prompt_tokens,
+                    "num_response_tokens": sum(shape.response_tokens),
+                    "longest_rollout_tokens": max(shape.response_tokens),
+                    "attempts": 1,
+                    "started_s": COSTS.publish_s + 1e-6 * index,
+                    "finished_s": COSTS.publish_s + finished_s,
+                    "train_started_s": at_s,
+                    "train_finished_s": at_s + took_s,
+                }
+                at_s += took_s
+                timeline.write(json.dumps(row) + "\n")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "run"
+    write_run(path, random.Random(fresh_seed()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(run_dir: Path) -> Measured:
+    return measure(run_dir)
+
+
+def test_costs_of_a_run_are_found_again(measured: Measured) -> None:
+    found = measured.costs
+    exact = ("window_s", "row_s", "optimizer_s", "publish_s", "between_s")
+    assert [getattr(found, name) for name in exact] == pytest.approx([getattr(COSTS, name) for name in exact], rel=1e-3)
+    assert all(0.97 < ratio < 1.03 for ratio in measured.ratios), measured.ratios
+    assert (measured.set_up, measured.devices_of) == (SET_UP, (2, 2))
+
+
+def test_of_one_instance_each_cost_is_found_again(tmp_path: Path) -> None:
+    """The order in which responses end does not depend on the costs; steps and tokens are nearly the same column."""
+    write_run(tmp_path / "run", random.Random(fresh_seed()), replace(SET_UP, num_instances=1))
+    found = measure(tmp_path / "run").costs
+    assert asdict(found) == pytest.approx(asdict(COSTS), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "other", [SetUp(1, 1, 16, 2048), SetUp(4, 1, 16, 2048), SetUp(2, 3, 16, 2048), SetUp(2, 1, 64, 2048)]
+)
+def test_other_set_ups_take_what_they_would_have_taken(measured: Measured, other: SetUp) -> None:
+    for iteration in measured.iterations[:3]:
+        found, expected = (simulate(iteration.shapes, each, other).seconds for each in (measured.costs, COSTS))
+        assert found == pytest.approx(expected, rel=0.05)
+
+
+def test_a_line_is_that_of_least_squares_and_never_falls_below_zero() -> None:
+    assert line([(1, 5.0), (2, 7.0), (4, 11.0)]) == pytest.approx((3.0, 2.0))
+    assert line([(3, 6.0), (3, 8.0)]) == pytest.approx((0.0, 7 / 3))
+    at_zero, slope = line([(1, 1.0), (2, 3.0), (3, 5.0)])
+    assert at_zero == 0 and slope == pytest.approx(22 / 14)
+    assert line([(1, 5.0), (2, 4.0), (3, 3.0)]) == (0.0, 2.0)
+
+
+def test_factors_that_are_not_negative_are_those_of_least_squares() -> None:
+    rng = random.Random(fresh_seed())
+    columns = [[rng.uniform(0, 10.0**power) for _ in range(50)] for power in (-3, 0, 3, 5)]
+
+    def total(factors: Sequence[float]) -> list[float]:
+        return [sum(f * column[i] for f, column in zip(factors, columns, strict=True)) for i in range(50)]
+
+    exact = [7.0, 0.3, 2e-4, 5e-7]
+    assert least_squares(columns, total(exact)) == pytest.approx(exact, rel=1e-4)
+    # The nearest ones have none of the second.
+    found = least_squares(columns, total([7.0, -0.3, 2e-4, 5e-7]))
+    assert min(found) >= 0 and found[1] == 0
+    assert sum(least_squares([[1.0, 2.0], [1.0, 2.0]], [3.0, 6.0])) == pytest.approx(3.0)
+    assert least_squares([[0.0, 0.0]], [3.0, 6.0]) == [0.0]
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main([str(each) for each in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_command_shows_the_run_and_the_best_splits(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text, _ = output_of(capsys, run_dir, "--devices", 12)
+    assert code == 0
+    rows = [line.split() for line in text.splitlines() if line[:9].strip().isdigit()]
+    assert rows[0][:3] == ["2", "1", "6"] and rows[0][-3:] == ["as", "it", "is"]
+    assert len(rows) > 2 and all(int(row[2]) <= 12 for row in rows)
+    seconds = [float(row[3]) for row in rows[1:]]
+    assert seconds == sorted(seconds) and "taken for granted" in text
+    code, text, _ = output_of(capsys, run_dir, "--instances", 4, "--prompts", 48, "--responses", 8, "--json")
+    said = json.loads(text)
+    now, other = said["set_ups"]
+    assert (now["num_instances"], other["num_instances"], other["devices"]) == (2, 4, 10)
+    assert other["seconds"] < now["seconds"] and len(said["simulated_to_measured"]) == 5
+
+
+def test_the_best_split_of_many_devices_is_found_without_trying_all(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text, _ = output_of(capsys, run_dir, "--devices", 256, "--prompts", 120, "--json")
+    assert code == 0
+    best = json.loads(text)["set_ups"][1]
+    assert best["devices"] <= 256 and best["num_replicas"] <= 120
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "3"], "--devices is 3: an instance of this run has 2, a replica 2; name at least 4"),
+        (["--devices", "0"], "--devices is 0: expected at least 1"),
+        (["--devices", "9", "--replicas", "1"], "--devices finds the numbers of instances and replicas itself"),
+        (["--prompts", "-1"], "--prompts is -1: expected at least 1"),
+    ],
+)
+def test_wrong_arguments_end_with_2_and_say_what_helps(
+    arguments: list[str], message: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main([str(run_dir), *arguments])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 2 and message in capsys.readouterr().err
+
+
+def with_rows(change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Callable[[Path], None]:
+    def break_it(path: Path) -> None:
+        rows = [json.loads(line) for line in (path / "timeline.jsonl").read_text().splitlines()]
+        (path / "timeline.jsonl").write_text("".join(json.dumps(row | change(row)) + "\n" for row in rows))
+
+    return break_it
+
+
+def with_config(section: str, **changes: Any) -> Callable[[Path], None]:
+    def break_it(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, section: {**config[section], **changes}}))
+
+    return break_it
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a run in turns": (with_config("run", placement="turns"), 'run.placement is "turns"'),
+    "no size": (with_config("trainer", tensor_parallel="2"), "has no config.json of a run"),
+    "no config": (lambda path: (path / "config.json").unlink(), "has no config.json of a run"),
+    "no records": (lambda path: (path / "metrics.jsonl").unlink(), "has 0 iterations to plan with"),
+    "garbage": (lambda path: (path / "timeline.jsonl").write_text("nothing\n[]\n{}\n"), "has 0 iterations"),
+    "several turns": (with_rows(lambda row: {"num_turns": 9}), "has 0 iterations"),
+    "interrupted groups": (with_rows(lambda row: {"attempts": 1 + row["index"] % 2}), "has 0 iterations"),
+    "no times": (with_rows(lambda row: {"finished_s": None}), "has 0 iterations"),
+    "no numbers": (with_rows(lambda row: {"num_prompt_tokens": "many"}), "has 0 iterations"),
+    "negative": (with_rows(lambda row: {"num_response_tokens": -5}), "has 0 iterations"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_no_run_to_plan_with_is_named(what: str, run_dir: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", random.Random(0), num_iterations=6)
+    break_it, message = BROKEN[what]
+    break_it(tmp_path / "run")
+    with pytest.raises(ConfigError, match=message):
+        measure(tmp_path / "run")
+
+
+def test_odd_values_in_records_are_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each field of a row, one after the other, is something else."""
+    monkeypatch.setattr(costs, "NUM_ROUNDS", 1)
+    write_run(tmp_path / "run", random.Random(0), num_iterations=6)
+    before = (tmp_path / "run" / "timeline.jsonl").read_text()
+    for name in json.loads(before.splitlines()[0]):
+        for value in (None, True, "x", -1, 0, 1e308, [], {}):
+            (tmp_path / "run" / "timeline.jsonl").write_text(before)
+            with_rows(lambda row, name=name, value=value: {name: value} if row["index"] == 3 else {})(tmp_path / "run")
+            try:
+                measure(tmp_path / "run")
+            except ConfigError:
+                continue
+
+
+def test_groups_that_a_selection_left_out_are_sampled_and_not_trained(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", random.Random(0))
+
+    def left_out(row: dict[str, Any]) -> dict[str, Any]:
+        if row["index"] % 4:
+            return {}
+        return {"is_trained": False} | dict.fromkeys(("started_s", "finished_s", "train_started_s", "train_finished_s"))
+
+    with_rows(left_out)(tmp_path / "run")
+    shapes = measure(tmp_path / "run").iterations[0].shapes
+    assert [shape.is_trained for shape in shapes].count(False) == 6

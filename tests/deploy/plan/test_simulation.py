@@ -1,0 +1,112 @@
+"""Simulated iterations against what can be computed by hand."""
+
+import random
+
+import pytest
+
+from deploy.plan.simulation import SCHEDULES, Costs, SetUp, Shape, finish_times, simulate, train
+
+COSTS = Costs(
+    step_s=0.01,
+    token_s=0.001,
+    prompt_token_s=0.002,
+    score_s=0.5,
+    window_s=0.1,
+    row_s=0.003,
+    optimizer_s=2.0,
+    publish_s=1.0,
+    between_s=0.25,
+)
+
+
+def drawn(rng: random.Random, number: int) -> list[Shape]:
+    return [
+        Shape(rng.randint(1, 90), tuple(rng.randint(1, 60) for _ in range(rng.randint(1, 6)))) for _ in range(number)
+    ]
+
+
+def test_a_response_alone_takes_its_prompt_and_a_step_for_each_token() -> None:
+    (finished,) = finish_times([Shape(10, (7,))], COSTS, SetUp())
+    assert finished == pytest.approx(10 * 0.002 + 7 * 0.011 + 0.5)
+
+
+def test_responses_that_run_together_make_steps_longer_until_each_ends() -> None:
+    (finished,) = finish_times([Shape(0, (2, 5))], COSTS, SetUp())
+    assert finished == pytest.approx(2 * 0.012 + 3 * 0.011 + 0.5)
+
+
+def test_what_does_not_run_at_once_waits_for_an_end() -> None:
+    groups = [Shape(0, (4,)), Shape(0, (2,)), Shape(0, (3,))]
+    assert finish_times(groups, COSTS, SetUp(max_running=1)) == pytest.approx(
+        [0.5 + 4 * 0.011, 0.5 + 6 * 0.011, 0.5 + 9 * 0.011]
+    )
+
+
+def test_groups_go_to_the_instance_with_the_fewest_tokens() -> None:
+    groups = [Shape(0, (9,)), Shape(0, (2,)), Shape(0, (4,))]
+    found = finish_times(groups, COSTS, SetUp(num_instances=2))
+    # The third joins the second.
+    assert found == pytest.approx([0.5 + 9 * 0.011, 0.5 + 2 * 0.012, 0.5 + 2 * 0.012 + 2 * 0.011])
+
+
+def test_a_replica_trains_what_waits_in_one_window_and_waits_where_nothing_does() -> None:
+    end_s, busy_s = train([(1.0, 100), (1.1, 100), (1.2, 100), (9.0, 100)], COSTS, SetUp())
+    # The first window ends at 1.4, the second has two groups.
+    assert busy_s == pytest.approx(3 * 0.1 + 400 * 0.003)
+    assert end_s == pytest.approx(9.0 + 0.1 + 0.3)
+
+
+def test_a_window_has_at_most_its_rows_unless_one_group_has_more() -> None:
+    assert train([(0.0, 60)] * 4, COSTS, SetUp(window_rows=100))[1] == pytest.approx(4 * 0.1 + 240 * 0.003)
+    assert train([(0.0, 60)] * 4, COSTS, SetUp(window_rows=120))[1] == pytest.approx(2 * 0.1 + 240 * 0.003)
+    assert train([(0.0, 500)], COSTS, SetUp(window_rows=120))[1] == pytest.approx(0.1 + 500 * 0.003)
+
+
+def test_replicas_share_what_waits() -> None:
+    end_s, busy_s = train([(0.0, 50)] * 8, COSTS, SetUp(num_replicas=4))
+    assert end_s == busy_s == pytest.approx(0.1 + 100 * 0.003)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_iteration_is_between_its_bounds_and_orders_the_schedules(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = drawn(rng, rng.randint(1, 40))
+    sizes = {"num_instances": rng.randint(1, 5), "num_replicas": rng.randint(1, 4), "max_running": rng.randint(1, 64)}
+    found = {schedule: simulate(groups, COSTS, SetUp(**sizes, schedule=schedule)) for schedule in SCHEDULES}
+    periodic, synchronous, behind = found.values()
+    fixed_s = 2.0 + 1.0 + 0.25
+    assert (
+        periodic.rollout_s
+        == synchronous.rollout_s
+        == behind.rollout_s
+        == max(finish_times(groups, COSTS, SetUp(**sizes)))
+    )
+    assert synchronous.seconds == pytest.approx(fixed_s + synchronous.rollout_s + synchronous.train_s)
+    assert behind.seconds == pytest.approx(1.25 + max(behind.rollout_s, behind.train_s + 2.0))
+    # The last window follows the last group.
+    assert fixed_s + periodic.rollout_s + 0.1 <= periodic.seconds
+    assert periodic.seconds <= fixed_s + periodic.rollout_s + len(groups) * 0.1 + synchronous.train_s
+    for each in found.values():
+        assert each.wait_s >= 0 and 0 <= each.idle_training < 1 and 0 <= each.idle_inference < 1
+        assert each.num_response_tokens == sum(sum(group.response_tokens) for group in groups)
+        assert each.tokens_per_s == pytest.approx(each.num_response_tokens / each.seconds)
+
+
+def test_a_group_that_is_left_out_is_sampled_and_not_trained() -> None:
+    left_out = Shape(5, (30, 30), is_trained=False)
+    kept = [Shape(5, (3, 4)), Shape(5, (2, 6))]
+    with_it, without = (simulate(groups, COSTS, SetUp(schedule="synchronous")) for groups in ([*kept, left_out], kept))
+    assert with_it.rollout_s > without.rollout_s and with_it.train_s == without.train_s
+    assert with_it.num_response_tokens == without.num_response_tokens == 15
+
+
+def test_twice_the_instances_never_take_longer_where_a_step_costs_its_tokens_alone() -> None:
+    rng = random.Random(0)
+    costs = Costs(0.0, 0.001, 0.0, 0.0, 0.1, 0.003, 0.0, 0.0)
+    for _ in range(20):
+        groups = [Shape(1, (rng.randint(1, 60),) * 4) for _ in range(rng.randint(1, 30))]
+        one, two, many = (simulate(groups, costs, SetUp(number)).rollout_s for number in (1, 2, 1000))
+        assert one == pytest.approx(sum(4 * group.response_tokens[0] for group in groups) * 0.001)
+        assert one / 2 - 1e-9 <= two <= one and many == pytest.approx(
+            max(4 * g.response_tokens[0] for g in groups) * 0.001
+        )
