@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-fast test-all test-as-intel test-layouts test-gpu test-devices test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
 .PHONY: bench-adapters bench-overlap bench-shared-prompt bench-weight-sync bench-producer bench-chaos bench-gpu \
-	bench-between-hosts bench-long-context bench-memory bench-peers bench-dock bench-system
+	bench-between-hosts bench-long-context bench-memory bench-peers bench-dock bench-plan bench-system
 
 quickstart: $(READY_USER)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -120,6 +120,9 @@ bench-overlap: $(READY)
 
 bench-system: $(READY)
 	$(BIN)/python -m benchmarks.system --json $(ARGS)
+
+bench-plan: $(READY)
+	$(BIN)/python -m benchmarks.plan --json $(ARGS)
 
 bench-shared-prompt: $(READY)
 	$(BIN)/python -m benchmarks.shared_prompt --json $(ARGS)

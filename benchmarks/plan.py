@@ -1,0 +1,172 @@
+"""What `async-rl plan` says of other set-ups, against runs of these set-ups.
+
+    python -m benchmarks.plan --json [--size 2M] [--iterations N] [--only NAME ...]
+
+One run is measured, whose records give the costs; each other one has something else: a batch of other sizes, fewer
+responses at once, smaller windows, both pools one after the other, more instances or replicas. All are `async-rl run`
+with the embedded engine and a random model, whose responses end at random; the weights do not change. The last line is
+one JSON object: for each set-up `measured_s`, the median of an iteration, `simulated_s`, from the costs and batches of
+the first run, and `ratio`, simulated / measured.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from benchmarks.common.random_model import SIZES, save_random_qwen3, save_word_tokenizer
+from deploy.plan.__main__ import Plan
+from deploy.plan.costs import Measured, measure
+from deploy.plan.simulation import SetUp
+
+PROMPTS, RESPONSES, AT_ONCE, WINDOW = 24, 8, 64, 2048
+PROMPT_WORDS = (10, 60)
+
+CONFIG = f"""
+[model]
+dtype = "float32"
+[prompts]
+prompts_per_batch = {PROMPTS}
+max_prompt_tokens = 64
+chat_template = false
+[rollout]
+responses_per_prompt = {RESPONSES}
+max_response_tokens = 96
+[reward]
+name = "python:reward.py:length"
+[algorithm]
+name = "grpo"
+[optimizer]
+learning_rate = 1e-12
+[trainer]
+micro_batch_tokens = {WINDOW}
+[inference]
+num_instances = 1
+max_concurrency = {AT_ONCE}
+"""
+
+REWARD = """
+def length(prompt, responses, row):
+    return [float(len(response.token_ids) % 7) for response in responses]
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """What a set-up has other than the first: settings of its run, and what the simulation is told."""
+
+    settings: Mapping[str, object] = field(default_factory=dict)
+    set_up: Callable[[SetUp], SetUp] = lambda set_up: set_up
+    prompts: int | None = None
+    responses: int | None = None
+
+
+OTHERS: dict[str, Other] = {
+    "as it is": Other(),
+    "half the prompts": Other({"prompts.prompts_per_batch": PROMPTS // 2}, prompts=PROMPTS // 2),
+    "twice the prompts": Other({"prompts.prompts_per_batch": 2 * PROMPTS}, prompts=2 * PROMPTS),
+    "half the responses": Other({"rollout.responses_per_prompt": RESPONSES // 2}, responses=RESPONSES // 2),
+    "twice the responses": Other({"rollout.responses_per_prompt": 2 * RESPONSES}, responses=2 * RESPONSES),
+    "a quarter at once": Other(
+        {"inference.max_concurrency": AT_ONCE // 4}, lambda set_up: replace(set_up, max_running=AT_ONCE // 4)
+    ),
+    "four times at once": Other(
+        {"inference.max_concurrency": 4 * AT_ONCE}, lambda set_up: replace(set_up, max_running=4 * AT_ONCE)
+    ),
+    "a quarter of the window": Other(
+        {"trainer.micro_batch_tokens": WINDOW // 4}, lambda set_up: replace(set_up, window_rows=WINDOW // 4)
+    ),
+    "synchronous": Other({"train.mode": "synchronous"}, lambda set_up: replace(set_up, schedule="synchronous")),
+    "two instances": Other({"inference.num_instances": 2}, lambda set_up: replace(set_up, num_instances=2)),
+    "two replicas": Other({"trainer.num_processes": 2}, lambda set_up: replace(set_up, num_replicas=2)),
+}
+
+
+def prepare(directory: Path, size: str) -> None:
+    sizes = SIZES[size]
+    save_random_qwen3(directory / "model", **sizes)
+    save_word_tokenizer(directory / "model", sizes["vocab_size"])
+    draw = random.Random(0)
+    rows = [
+        {"prompt": " ".join(f"w{draw.randrange(2, sizes['vocab_size'])}" for _ in range(draw.randint(*PROMPT_WORDS)))}
+        for _ in range(4096)
+    ]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "reward.py").write_text(REWARD)
+    (directory / "run.toml").write_text(CONFIG)
+
+
+def run(directory: Path, name: str, settings: Mapping[str, object], iterations: int) -> Path:
+    """Trains, and returns the run's directory.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
+    run_dir = directory / name.replace(" ", "_")
+    given = {
+        "run.dir": run_dir,
+        "model.path": directory / "model",
+        "prompts.source": directory / "rows.jsonl",
+        "train.iterations": iterations,
+        **settings,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "deploy.local.run",
+        "run.toml",
+        *(f"--{key}={value}" for key, value in given.items()),
+    ]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {(done.stdout + done.stderr)[-2000:]}")
+    return run_dir
+
+
+def seconds_of(run_dir: Path) -> float:
+    """Of an iteration; the first two are left out."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return median(record["seconds"] for record in records[2:])
+
+
+def simulated_s(measured: Measured, other: Other) -> float:
+    return Plan(measured, other.prompts, other.responses).mean(other.set_up(measured.set_up)).seconds
+
+
+def compare(directory: Path, size: str, iterations: int, names: list[str]) -> dict[str, Any]:
+    prepare(directory, size)
+    measured = measure(run(directory, "measured", {}, iterations))
+    found = {}
+    for name in names:
+        took_s = seconds_of(run(directory, name, OTHERS[name].settings, iterations))
+        said_s = simulated_s(measured, OTHERS[name])
+        found[name] = {"measured_s": took_s, "simulated_s": said_s, "ratio": said_s / took_s}
+        print(f"{name:<24} measured {took_s:6.3f} s  simulated {said_s:6.3f} s  {said_s / took_s:5.2f}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--size", choices=SIZES, default="2M")
+    parser.add_argument("--iterations", type=int, default=14)
+    parser.add_argument("--only", nargs="+", choices=OTHERS, default=list(OTHERS))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        found = compare(Path(directory), arguments.size, arguments.iterations, arguments.only)
+    if arguments.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
