@@ -24,6 +24,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import torch
+
 from benchmarks.common.random_model import SIZES, save_random_qwen3, save_word_tokenizer
 from deploy.plan.__main__ import Plan
 from deploy.plan.costs import Measured, measure
@@ -94,7 +96,7 @@ OTHERS: dict[str, Other] = {
 
 def prepare(directory: Path, size: str) -> None:
     sizes = SIZES[size]
-    save_random_qwen3(directory / "model", **sizes)
+    save_random_qwen3(directory / "model", dtype=torch.float32, **sizes)
     save_word_tokenizer(directory / "model", sizes["vocab_size"])
     draw = random.Random(0)
     rows = [
@@ -136,7 +138,7 @@ def run(directory: Path, name: str, settings: Mapping[str, object], iterations: 
 def seconds_of(run_dir: Path) -> float:
     """Of an iteration; the first two are left out."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return median(record["seconds"] for record in records[2:])
+    return float(median(record["seconds"] for record in records[2:]))
 
 
 def simulated_s(measured: Measured, other: Other) -> float:

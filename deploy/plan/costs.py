@@ -96,9 +96,9 @@ def measure(run_dir: Path) -> Measured:
     config = object_in(run_dir / "config.json")
     try:
         sizes = [config["trainer"][name] for name in REPLICA]
-        limits = [config["inference"]["max_concurrency"], config["trainer"]["micro_batch_tokens"]]
+        max_running, window_rows = config["inference"]["max_concurrency"], config["trainer"]["micro_batch_tokens"]
         mode, placement = config["train"]["mode"], config["run"]["placement"]
-        if not all(isinstance(each, int) and each > 0 for each in (*sizes, *limits)):
+        if not all(isinstance(each, int) and each > 0 for each in (*sizes, max_running, window_rows)):
             raise TypeError
     except (LookupError, TypeError) as error:
         raise ConfigError(f"{str(run_dir)!r} has no config.json of a run: name the run.dir of a run") from error
@@ -111,9 +111,10 @@ def measure(run_dir: Path) -> Measured:
     last = iterations[-1].record
     of_replica, num_instances = math.prod(sizes), max(1, int(last["num_instances"]))
     set_up = SetUp(
-        num_instances,
-        max(1, int(last["num_training_devices"]) // of_replica),
-        *limits,
+        num_instances=num_instances,
+        num_replicas=max(1, int(last["num_training_devices"]) // of_replica),
+        max_running=max_running,
+        window_rows=window_rows,
         schedule="synchronous" if mode == "synchronous" else "periodic",
     )
     costs = _fit(iterations[::2], set_up)
@@ -200,7 +201,7 @@ def _shape(row: Record) -> Shape:
 
 def _fit(iterations: Sequence[Iteration], set_up: SetUp) -> Costs:
     def usual(of: Callable[[Record], Any]) -> float:
-        return max(0.0, median(of(each.record) for each in iterations))
+        return max(0.0, float(median(of(each.record) for each in iterations)))
 
     window_s, row_s = line([window for each in iterations for window in each.windows])
     return _fit_instances(

@@ -185,6 +185,7 @@ def test_every_command_for_users_and_contributors_is_run_by_a_test_or_by_ci() ->
         "bench-gpu",
         "bench-long-context",
         "bench-memory",
+        "bench-plan",
         "bench-system",
         "test-browser",
         "test-gpu",
