@@ -17,7 +17,7 @@ PROGRAMS = {
     "launch": ("deploy.launch", "start a run on a cluster: async-rl launch ray|slurm|kubernetes CONFIG [--dry-run]"),
     "status": ("deploy.status", "the tasks, instances and progress of a run: async-rl status [--run RUN_DIR]"),
     "watch": ("deploy.watch", "the live view of a run that goes on or is over: async-rl watch RUN"),
-    "plan": ("deploy.plan", "what limits a run, and what other numbers of devices would do: async-rl plan RUN"),
+    "plan": ("deploy.scaling", "what limits a run, and what other numbers of devices would do: async-rl plan RUN"),
     "trace": ("deploy.trace", "the last periods of a run for Perfetto: async-rl trace RUN [-o FILE] [--last N]"),
     "dashboard": ("async_rl.parts.dashboard", "runs in a browser, live: async-rl dashboard RUN [RUN2 ...]"),
     "report": ("async_rl.parts.dashboard.report", "the same page as one file: async-rl report RUN [RUN2 ...] -o FILE"),

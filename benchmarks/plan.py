@@ -27,9 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from benchmarks.common.random_model import SIZES, save_random_qwen3, save_word_tokenizer
-from deploy.plan.__main__ import Plan
-from deploy.plan.costs import Measured, measure
-from deploy.plan.simulation import SetUp
+from deploy.scaling.__main__ import Batches
+from deploy.scaling.costs import Measured, measure
+from deploy.scaling.simulation import SetUp
 
 PROMPTS, RESPONSES, AT_ONCE, WINDOW = 24, 8, 64, 2048
 PROMPT_WORDS = (10, 60)
@@ -142,7 +142,7 @@ def seconds_of(run_dir: Path) -> float:
 
 
 def simulated_s(measured: Measured, other: Other) -> float:
-    return Plan(measured, other.prompts, other.responses).mean(other.set_up(measured.set_up)).seconds
+    return Batches(measured, other.prompts, other.responses).mean(other.set_up(measured.set_up)).seconds
 
 
 def compare(directory: Path, size: str, iterations: int, names: list[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan import OTHERS, compare
-from deploy.plan.simulation import SetUp
+from deploy.scaling.simulation import SetUp
 
 pytestmark = pytest.mark.distributed
 

@@ -25,7 +25,7 @@ from async_rl.records.run_records import (
     object_in,
     require_readable,
 )
-from deploy.plan.simulation import Costs, SetUp, Shape, finish_times, simulate
+from deploy.scaling.simulation import Costs, SetUp, Shape, finish_times, simulate
 
 NUM_ROUNDS = 8
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from deploy.plan.simulation import SCHEDULES, Costs, SetUp, Shape, finish_times, simulate, train
+from deploy.scaling.simulation import SCHEDULES, Costs, SetUp, Shape, finish_times, simulate, train
 
 COSTS = Costs(
     step_s=0.01,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from async_rl.errors import ConfigError
-from deploy.plan import costs
-from deploy.plan.__main__ import main
-from deploy.plan.costs import Measured, least_squares, line, measure
-from deploy.plan.simulation import Costs, SetUp, Shape, finish_times, simulate
+from deploy.scaling import costs
+from deploy.scaling.__main__ import main
+from deploy.scaling.costs import Measured, least_squares, line, measure
+from deploy.scaling.simulation import Costs, SetUp, Shape, finish_times, simulate
 from tests.support.fresh_seed import fresh_seed
 
 COSTS = Costs(0.011, 0.0004, 0.0002, 0.05, 0.03, 0.0007, 0.2, 0.4, 0.1)

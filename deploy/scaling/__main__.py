@@ -15,8 +15,8 @@ from typing import Any
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
 from async_rl.shared.programs.error_text import error_text
-from deploy.plan.costs import Measured, measure
-from deploy.plan.simulation import ASSUMED, SCHEDULES, Outcome, SetUp, Shape, simulate
+from deploy.scaling.costs import Measured, measure
+from deploy.scaling.simulation import ASSUMED, SCHEDULES, Outcome, SetUp, Shape, simulate
 
 NUM_BATCHES = 4
 """Simulated of each set-up that is shown; of the many that are tried one."""
@@ -44,7 +44,7 @@ class Mean:
         return cls(seconds, tokens / seconds, *shares)
 
 
-class Plan:
+class Batches:
     """A run and batches like its own, or of other sizes; draws the same ones each time."""
 
     def __init__(self, run: Measured, num_prompts: int | None, num_responses: int | None) -> None:
@@ -58,10 +58,10 @@ class Plan:
             return replace(shape, response_tokens=tuple(rng.choices(shape.response_tokens, k=num_responses)))
 
         number = num_prompts or round(fmean(len(iteration.groups) for iteration in run.iterations))
-        self.batches = [[with_responses(rng.choice(shapes)) for _ in range(number)] for _ in range(NUM_BATCHES)]
+        self._drawn = [[with_responses(rng.choice(shapes)) for _ in range(number)] for _ in range(NUM_BATCHES)]
 
     def mean(self, set_up: SetUp, num_batches: int = NUM_BATCHES) -> Mean:
-        return Mean.of([simulate(batch, self._run.costs, set_up) for batch in self.batches[:num_batches]])
+        return Mean.of([simulate(batch, self._run.costs, set_up) for batch in self._drawn[:num_batches]])
 
     def splits(self, num_devices: int) -> list[SetUp]:
         """Of so many devices, those whose iterations are shortest, the best one first.
@@ -76,7 +76,7 @@ class Plan:
                 f"--devices is {num_devices}: an instance of this run has {of_instance}, a replica {of_replica}; name "
                 f"at least {of_instance + of_replica}"
             )
-        num_groups = len(self.batches[0])
+        num_groups = len(self._drawn[0])
         most = min(most, num_groups)
 
         def split(num_replicas: int) -> SetUp:
@@ -102,7 +102,7 @@ def limit_of(mean: Mean) -> str:
     return "rollouts" if mean.idle_training > mean.idle_inference else "training"
 
 
-def text_of(run: Measured, plan: Plan, set_ups: Sequence[SetUp]) -> str:
+def text_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> str:
     costs, ratios = run.costs, run.ratios
     lines = [
         f"measured over {len(run.iterations)} iterations, of which every other one was fitted:",
@@ -114,12 +114,12 @@ def text_of(run: Measured, plan: Plan, set_ups: Sequence[SetUp]) -> str:
         "",
         "instances  replicas  devices  iteration  tokens/s  per device  training waits  instances idle  limited by",
     ]
-    lines += [_row(run, set_up, plan.mean(set_up), set_up == run.set_up) for set_up in set_ups]
+    lines += [_row(run, set_up, batches.mean(set_up), set_up == run.set_up) for set_up in set_ups]
     best = set_ups[0] if len(set_ups) == 1 else set_ups[1]
-    periodic = plan.mean(replace(best, schedule="periodic")).seconds
+    periodic = batches.mean(replace(best, schedule="periodic")).seconds
     lines += ["", f"schedules with {best.num_instances} instances and {best.num_replicas} replicas:"]
     for schedule in SCHEDULES:
-        seconds = plan.mean(replace(best, schedule=schedule)).seconds
+        seconds = batches.mean(replace(best, schedule=schedule)).seconds
         note = " (trains samples of older weights; not offered)" if schedule == "one step behind" else ""
         lines.append(f"  {schedule:<16}{_s(seconds):>9}  {seconds / periodic:.2f} of periodic{note}")
     return "\n".join([*lines, "", "taken for granted: " + "; ".join(ASSUMED)])
@@ -146,14 +146,14 @@ def _s(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} us" if seconds >= 1e-9 else "0 s"
 
 
-def json_of(run: Measured, plan: Plan, set_ups: Sequence[SetUp]) -> dict[str, Any]:
+def json_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> dict[str, Any]:
     """Everything that the text has, under the names of `Costs`, `SetUp` and `Mean`; the first set-up is the run's."""
     return {
         "costs": asdict(run.costs),
         "num_iterations": len(run.iterations),
         "simulated_to_measured": list(run.ratios),
         "set_ups": [
-            {**asdict(set_up), "devices": devices_of(run, set_up), **asdict(plan.mean(set_up))} for set_up in set_ups
+            {**asdict(set_up), "devices": devices_of(run, set_up), **asdict(batches.mean(set_up))} for set_up in set_ups
         ],
         "assumed": list(ASSUMED),
     }
@@ -185,10 +185,10 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--devices finds the numbers of instances and replicas itself: leave these out")
     try:
         run = measure(options.run)
-        plan = Plan(run, options.prompts, options.responses)
+        batches = Batches(run, options.prompts, options.responses)
         set_ups = [run.set_up]
         if options.devices:
-            set_ups += plan.splits(options.devices)
+            set_ups += batches.splits(options.devices)
         elif options.instances or options.replicas:
             set_ups.append(
                 replace(
@@ -200,7 +200,7 @@ def main(argv: Sequence[str]) -> int:
     except AsyncRLError as error:
         print(f"async-rl plan: {error_text(error)}", file=sys.stderr)
         return USAGE_ERROR
-    print(json.dumps(json_of(run, plan, set_ups)) if options.json else text_of(run, plan, set_ups))
+    print(json.dumps(json_of(run, batches, set_ups)) if options.json else text_of(run, batches, set_ups))
     return 0
 
 
