@@ -117,6 +117,21 @@ class PublishSection(Section):
         "of its kind serves in a run, before every batch, or never, which leaves out vLLM's probe, too (see proof.md)",
     )
 
+    changes: bool = Field(
+        False,
+        description="send weights that have changed since the last publish alone, where that is less than half: for "
+        "slow links; the sending rank keeps a copy of what it has sent",
+    )
+
+    @model_validator(mode="after")
+    def _changes_are_broadcast(self) -> "PublishSection":
+        if self.changes and self.transport != "broadcast":
+            raise ValueError(
+                f"publish.changes is true, but publish.transport is {self.transport!r}, which has no link to spare: "
+                "remove publish.changes"
+            )
+        return self
+
     @model_validator(mode="after")
     def _snapshots_have_a_place(self) -> "PublishSection":
         if self.transport == "snapshot" and self.snapshot_dir is None:

@@ -152,7 +152,11 @@ class WeightReceiver:
         self._info = info
 
     def stream(
-        self, update: UpdateInfo, specs: Sequence[TensorSpec], into: Mapping[str, torch.Tensor] | None = None
+        self,
+        update: UpdateInfo,
+        specs: Sequence[TensorSpec],
+        into: Mapping[str, torch.Tensor] | None = None,
+        holds: str | None = None,
     ) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
         """Yields (spec, tensor) of one stream in its order, from the weight group or from `update.snapshot`.
 
@@ -161,6 +165,10 @@ class WeightReceiver:
         `fingerprint` is that of this stream. The sender is notified in the first step that the stream is accepted; a
         caller that stops early must close the iterator, which leaves the group.
 
+        Args:
+            holds: fingerprint of what `into` has, in a destination for each tensor: the sender may then send what has
+                changed since.
+
         Raises:
             RequestRefused: the snapshot is missing, damaged or has other tensors; nothing was changed.
             PublishError: no group was joined, or the transfer failed; the group is then left, and a new one must be
@@ -168,7 +176,7 @@ class WeightReceiver:
         """
         fingerprint = self.fingerprint_for(update)
         tensors = (
-            self._from_group(specs, into or {})
+            self._from_group(specs, into or {}, holds)
             if update.snapshot is None
             else _from_snapshot(Path(update.snapshot), specs, into or {})
         )
@@ -183,13 +191,14 @@ class WeightReceiver:
         return Fingerprint() if update.snapshot or self._group is None else fingerprint_on(self._group.device)
 
     def _from_group(
-        self, specs: Sequence[TensorSpec], into: Mapping[str, torch.Tensor]
+        self, specs: Sequence[TensorSpec], into: Mapping[str, torch.Tensor], holds: str | None
     ) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
         if self._group is None or self._info is None:
             raise PublishError("no weight group: call /init_weight_transfer_engine before /update_weights")
         is_complete = False
         try:
-            self._group.announce(self._info.rank_offset)
+            can_change = all(spec.name in into and into[spec.name].is_contiguous() for spec in specs)
+            self._group.announce(self._info.rank_offset, holds if holds is not None and can_change else "")
             yield from self._group.receive(specs, self._info.bucket_bytes, into)
             is_complete = True
         finally:

@@ -46,6 +46,8 @@ class WeightUpdate:
         self._adapters = ModelAdapters(model)
         self._received_adapters: ReceivedAdapters | None = None
         self._digest: str | None = None
+        self._holds: str | None = None
+        """Fingerprint of the stream that the weights below adapters were received in; None if they are others."""
         self._touched = False
         self.is_sleeping = self._swap.is_away
         """Whether the weights have left the device."""
@@ -94,7 +96,7 @@ class WeightUpdate:
         else:
             self._swap.discard()
             self._adapters.remove()
-            self._digest = None
+            self._digest = self._holds = None
             self._phase, self._fault = Phase.ASLEEP, None
         self.is_sleeping = True
 
@@ -149,16 +151,19 @@ class WeightUpdate:
             return
         specs = check_update(update, self._specs)
         was_touched, self._touched = self._touched, True
+        held, self._holds = self._holds, None
         self._digest = None
         try:
-            for spec, _ in self._receiver.stream(update, specs, self._views):
+            for spec, _ in self._receiver.stream(update, specs, self._views, held):
                 self._received.add(spec.name)
         except RequestRefused:
-            self._touched = was_touched
+            self._touched, self._holds = was_touched, held
             raise
         except (AsyncRLError, RuntimeError) as error:
             self._break(f"a weight stream broke: {error}")
             raise EngineFault(f"a weight stream broke, the instance is out of service: {error}") from error
+        if len(specs) == len(self._specs):
+            self._holds = self._receiver.fingerprint
 
     def finish(self) -> None:
         """Ends the update; afterwards the weights are complete.
@@ -212,4 +217,5 @@ class WeightUpdate:
 
     def _break(self, reason: str) -> None:
         self._phase = Phase.BROKEN
+        self._holds = None
         self._fault = f"{reason}; only a full weight update puts the instance back into service"

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import torch
 
+from async_rl.shared.weights.changes import LastSent
 from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.store import StoreServer
 from async_rl.shared.weights.stream import WeightGroup
@@ -72,6 +73,8 @@ class TrainerSide:
 
     def __init__(self, instances: Sequence[Instance], timeout_s: float = GROUP_TIMEOUT_S) -> None:
         self.instances = instances
+        self.last: LastSent | None = None
+        """Where it is one, what has changed since is sent where that is possible."""
         self.threads = ThreadPoolExecutor(len(instances))
         world_size = len(instances) + 1
         secret = secrets.token_hex()
@@ -121,7 +124,7 @@ class TrainerSide:
 
     def send(self, stream: Sequence[tuple[TensorSpec, torch.Tensor]]) -> str:
         calls = self.call_update(stream)
-        fingerprint = self.group.send(iter(stream), 20_000)
+        fingerprint = self.group.send(iter(stream), 20_000, self.last)
         for call in calls:
             call.result()
         return fingerprint

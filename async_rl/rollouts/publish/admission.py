@@ -23,6 +23,8 @@ class Offer:
     snapshot_fingerprint: str
     names: Sequence[str] = ()
     """Of all weights, those below adapters that are published alone."""
+    num_bytes: int | None = None
+    """That instances received; None for all of the stream."""
 
 
 class Admission:

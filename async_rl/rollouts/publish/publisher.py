@@ -135,7 +135,8 @@ class Publisher:
             kind = WeightsRefused if would_recur else PublishError
             raise kind(f"weight version {version!r} reached no instance:{self._reasons()}")
         facts = self._sender.facts()
-        num_bytes = facts.num_bytes if facts.adapter is None else facts.adapter.num_bytes
+        whole_bytes = facts.num_bytes if facts.adapter is None else facts.adapter.num_bytes
+        num_bytes = whole_bytes if offer.num_bytes is None else offer.num_bytes
         num_workers = self._worker_counts.total(members)
         urls = tuple(member.url for member in members)
         return Publication(
@@ -276,7 +277,8 @@ class Publisher:
         if received is None:
             return None, []
         read = info.model_copy(update={"snapshot": received.snapshot})
-        return Offer(version, read, received.fingerprint, received.snapshot_fingerprint, facts.names), left
+        fingerprints = received.fingerprint, received.snapshot_fingerprint
+        return Offer(version, read, *fingerprints, facts.names, received.num_bytes), left
 
     def _put_in_service(self, members: Sequence[Member], offer: Offer) -> list[Member]:
         """Those of `members` that hold the sent weights and, as far as they are probed, compute with them."""

@@ -95,6 +95,8 @@ class Sent:
     snapshot_fingerprint: str = ""
     """What an instance finds that reads the file: another one than the stream's, if that was sent between devices."""
     problem: str | None = None
+    num_bytes: int | None = None
+    """That went to each instance, where it was not all of a model."""
 
 
 class Sender(Protocol):

@@ -1,7 +1,7 @@
 """The trainer's main rank in a publish: its weight group, the stream to it, snapshots, and log-probs of its weights."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
@@ -9,6 +9,7 @@ from async_rl.shared.net.local_address import address_towards
 from async_rl.shared.protocol.adapter import adapter_fingerprint
 from async_rl.shared.protocol.inference import AdapterInfo
 from async_rl.shared.protocol.sender import AdapterFacts, Content, Forming, Invitations, Score, SenderFacts, Sent
+from async_rl.shared.weights.changes import LastSent
 from async_rl.shared.weights.fingerprint import Fingerprint, MakeStream, Stream, TensorSpec
 from async_rl.shared.weights.ipc import ipc_backend
 from async_rl.shared.weights.nccl_version import UNKNOWN, nccl_version
@@ -67,6 +68,7 @@ class WeightSender:
         self._backend = ipc_backend(backend) if config.transport == "ipc" else backend
         self._snapshots = None if config.snapshot_dir is None else SnapshotStore(config.snapshot_dir, run_id)
         self._rendezvous: Rendezvous | None = None
+        self._last = LastSent() if config.changes else None
         version = nccl_version() if self._backend == "nccl" else UNKNOWN
         self._facts = SenderFacts(
             names=[spec.name for spec in source.specs],
@@ -118,12 +120,13 @@ class WeightSender:
         of_file = None if group.device.type == "cpu" else Fingerprint()
         try:
             stream = self._written_too(version, content, of_file)
-            fingerprint = group.send(stream, bucket_bytes_of(self._backend))
+            last = self._last if content == "whole" else None
+            fingerprint = group.send(stream, bucket_bytes_of(self._backend), last)
         except PublishError as error:
             # As text, because its traceback would keep the broken group's connections open.
             return Sent(problem=str(error))
         written = fingerprint if of_file is None else of_file.hexdigest()
-        return self._sent(content, fingerprint, written)
+        return replace(self._sent(content, fingerprint, written), num_bytes=group.num_bytes_sent)
 
     def write_snapshot(self, version: str, content: Content) -> Sent:
         assert self._snapshots is not None, "the snapshot transport needs publish.snapshot_dir"

@@ -5,7 +5,9 @@ Tensors are sent in a given order by `torch.distributed` broadcast (gloo, nccl o
 host (`ipc.py`): on a CPU large ones alone, directly between their own memory, small ones packed into buckets; between
 devices all are packed. One message is hashed (`fingerprint.py`) while another is sent, on the host for gloo, on the
 device for nccl and hccl. Before each update every receiver announces through the group's store that it accepted the
-list of tensors, and waits there; the sender broadcasts only then, so a refused list blocks nobody in a collective.
+list of tensors, and waits there; the sender broadcasts only then, so a refused list blocks nobody in a collective. It
+may announce the fingerprint of what it holds: if all hold what the sender sent last, what changed since may be sent
+alone (`changes.py`).
 """
 
 import time
@@ -14,11 +16,13 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from async_rl.errors import PublishError
+from async_rl.shared.weights.changes import WORTH, LastSent, apply, front
 from async_rl.shared.weights.collectives import NUM_IN_FLIGHT, Collectives, current_device, open_collectives
 from async_rl.shared.weights.fingerprint import TensorSpec, fingerprint_on
 from async_rl.shared.weights.ipc import HandOver
@@ -80,6 +84,10 @@ def _cut(
         yield bucket
 
 
+GO, CHANGES = "go", "changes "
+"""What the sender says when it begins: it sends all, or so many bytes of changes."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Message:
     """A running broadcast: its bytes, uint8 [num_bytes], and the tensors in them."""
@@ -125,6 +133,10 @@ class WeightGroup:
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._num_updates = 0
+        self.num_bytes_sent = 0
+        """Sender: of the last stream, to each receiver."""
+        self._num_bytes_of_changes: int | None = None
+        """Receiver: what the sender has said of the update that it announced last."""
         try:
             if rank:
                 store.set_at_end(lost_key(rank))
@@ -155,53 +167,122 @@ class WeightGroup:
         """Whether a member has come to the rendezvous, also one that failed there later."""
         return store.check([_presence(rank)])
 
-    def announce(self, rank: int) -> None:
+    def announce(self, rank: int, holds: str = "") -> None:
         """Receiver: announces that this rank accepted the next update; returns when the sender is about to send.
 
         A sender that is gone by then has broken the broadcast, as one that goes later.
+
+        Args:
+            holds: fingerprint of the weights in the tensors that `receive` is given then as destinations, each of which
+                is contiguous. Without it, it is sent all.
         """
         self._num_updates += 1
         try:
-            self._store.set(f"update/{self._num_updates}/{rank}", "ready")
+            self._store.set(self._ready(rank), holds)
             # Not in the broadcast, whose time would run out here while another member hangs.
             self._store.wait([self._go()], timedelta(seconds=ACCEPTANCE_TIMEOUTS * self._timeout_s))
+            said = self._store.get(self._go()).decode()
+            self._num_bytes_of_changes = int(said.removeprefix(CHANGES)) if said.startswith(CHANGES) else None
         except PublishError as error:
             raise PublishError(f"the weight broadcast broke: {error}") from error
 
     def wait_accepted(self, timeout_s: float) -> list[int]:
         """Sender: waits until all ranks have announced the next update, at most `timeout_s`; returns the others."""
-        keys = {rank: f"update/{self._num_updates + 1}/{rank}" for rank in range(1, self._world_size)}
+        keys = {rank: self._ready(rank, 1) for rank in range(1, self._world_size)}
         with suppress(PublishError):
             self._store.wait(list(keys.values()), timedelta(seconds=timeout_s))
         return [rank for rank, key in keys.items() if not self._store.check([key])]
 
-    def send(self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], bucket_bytes: int) -> str:
-        """Broadcasts all tensors of the stream, in order, and returns their fingerprint.
+    def send(
+        self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], bucket_bytes: int, last: LastSent | None = None
+    ) -> str:
+        """Broadcasts all tensors of the stream, in order, and returns their fingerprint; see `num_bytes_sent`.
 
         A tensor must keep its values until the end of the call. The stream is closed if it could not be sent
         completely, since other ranks may take part in it.
+
+        Args:
+            last: what was sent last, in whatever group; is this stream afterwards. If all receivers hold it, they are
+                sent what changed.
         """
         self._num_updates += 1
+        try:
+            if last is None:
+                return self._send_all(stream, bucket_bytes)
+            before, last.fingerprint = last.fingerprint, None
+            hold = {self._store.get(self._ready(rank)).decode() for rank in range(1, self._world_size)}
+            sent = (
+                self._send_changes(stream, bucket_bytes, last)
+                if before is not None and hold == {before}
+                else self._send_all(stream, bucket_bytes, last)
+            )
+            last.fingerprint = sent
+            return sent
+        finally:
+            if isinstance(stream, Generator):
+                stream.close()
+
+    def _send_all(
+        self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], bucket_bytes: int, last: LastSent | None = None
+    ) -> str:
         device = self._collectives.device
         fingerprint = fingerprint_on(device)
-        in_flight: deque[_Message] = deque()
-        try:
-            self._store.set(self._go(), "go")
+        self._store.set(self._go(), GO)
+
+        def take(items: Sequence[tuple[TensorSpec, torch.Tensor]], parts: Sequence[torch.Tensor]) -> None:
+            for (spec, _), part in zip(items, parts, strict=True):
+                fingerprint.add(spec, part)
+                if last is not None:
+                    last.keep(spec, part)
+
+        def all_messages() -> Iterator[tuple[torch.Tensor, Callable[[], None]]]:
             for items in messages(stream, lambda item: item[0], bucket_bytes, device):
-                parts = [tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in items]
-                data = parts[0] if len(parts) == 1 else torch.cat(parts)
-                in_flight.append(self._start(data, [spec for spec, _ in items]))
-                for (spec, _), part in zip(items, parts, strict=True):
-                    fingerprint.add(spec, part)
+                parts = [_bytes_of(tensor, device) for _, tensor in items]
+                yield parts[0] if len(parts) == 1 else torch.cat(parts), partial(take, items, parts)
+
+        self._broadcast(all_messages())
+        return fingerprint.hexdigest()
+
+    def _send_changes(
+        self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], bucket_bytes: int, last: LastSent
+    ) -> str:
+        """Or all, if these are less than so many changes."""
+        device = self._collectives.device
+        fingerprint = fingerprint_on(device)
+        specs, numbers, parts = [], [], []
+        for spec, tensor in stream:
+            part = _bytes_of(tensor, device)
+            fingerprint.add(spec, part)
+            number, changed = last.replace(spec, part)
+            specs.append(spec)
+            numbers.append(number)
+            parts += changed
+        data = torch.cat([front(numbers, device), *parts])
+        if data.numel() > WORTH * sum(spec.num_bytes for spec in specs):
+            del data, parts
+            return self._send_all(last.tensors(specs), bucket_bytes)
+        self._store.set(self._go(), f"{CHANGES}{data.numel()}")
+        self._broadcast_one(data, bucket_bytes)
+        return fingerprint.hexdigest()
+
+    def _broadcast(self, some: Iterable[tuple[torch.Tensor, Callable[[], object]]]) -> None:
+        """Sends or receives messages, some at once; calls what each has with it meanwhile."""
+        in_flight: deque[_Message] = deque()
+        self.num_bytes_sent = 0
+        try:
+            for data, meanwhile in some:
+                in_flight.append(self._start(data, []))
+                self.num_bytes_sent += data.numel()
+                meanwhile()
                 while _is_full(in_flight):
                     self._wait(in_flight.popleft())
             while in_flight:
                 self._wait(in_flight.popleft())
         finally:
             self._collectives.let_end(message.work for message in in_flight)
-            if isinstance(stream, Generator):
-                stream.close()
-        return fingerprint.hexdigest()
+
+    def _broadcast_one(self, data: torch.Tensor, bucket_bytes: int) -> None:
+        self._broadcast((piece, lambda: None) for piece in data.split(bucket_bytes))
 
     def receive(
         self, specs: Sequence[TensorSpec], bucket_bytes: int, into: Mapping[str, torch.Tensor] | None = None
@@ -211,8 +292,14 @@ class WeightGroup:
         A tensor that `into` has a contiguous destination for (of the spec's dtype and shape, on the group's device) has
         been written there, and is that destination; any other is a view of its message, which it keeps in memory.
         Destinations are written before their tensors are yielded, from the first step on.
+
+        Raises:
+            PublishError: the broadcast broke, or what it brought is no stream of these tensors.
         """
         destinations = into or {}
+        if self._num_bytes_of_changes is not None:
+            yield from apply(self._receive_changes(self._num_bytes_of_changes, bucket_bytes), specs, destinations)
+            return
         in_flight: deque[_Message] = deque()
         try:
             for message in messages(specs, lambda spec: spec, bucket_bytes, self.device):
@@ -232,8 +319,17 @@ class WeightGroup:
         finally:
             self._collectives.let_end(message.work for message in in_flight)
 
+    def _receive_changes(self, num_bytes: int, bucket_bytes: int) -> torch.Tensor:
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self._broadcast_one(data, bucket_bytes)
+        return data
+
     def _go(self) -> str:
         return f"update/{self._num_updates}/go"
+
+    def _ready(self, rank: int, later: int = 0) -> str:
+        """Of the present update, or of a later one."""
+        return f"update/{self._num_updates + later}/{rank}"
 
     def _room_for(self, message: Sequence[TensorSpec], destinations: Mapping[str, torch.Tensor]) -> torch.Tensor:
         destination = destinations.get(message[0].name) if len(message) == 1 else None
@@ -261,6 +357,10 @@ class WeightGroup:
             raise PublishError(
                 f"the weight broadcast broke after {waited:.1f} s (timeout {self._timeout_s:g} s): {error}"
             ) from error
+
+
+def _bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
 
 
 def _is_full(in_flight: Collection[_Message]) -> bool:
