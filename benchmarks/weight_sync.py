@@ -11,6 +11,8 @@ two instances:
 - `bare_s`: median seconds of the bare broadcast, until every receiver has confirmed that it has all bytes;
 - `gb_per_s`: bytes of the model / `publish_s`, to each instance;
 - `ratio`: median over repeats of bare / publish; 1 would mean that a publish costs no more than its broadcast;
+- `changes_s`, `changes_ratio`: the same of one instance with the transport "changes", after steps of 1e-6, as AdamW
+  takes them at that rate; `changes_bytes`: the share of the bytes that is sent;
 - `broadcast_s_per_gb`, `snapshot_s_per_gb`, `ipc_s_per_gb`: median seconds of a publish / bytes of the model, by
   `publish.transport`, alternately; snapshots are in /dev/shm.
 """
@@ -66,6 +68,8 @@ INSTANCE = ("--dtype", "bfloat16", "--max-model-len", "128", "--max-concurrency"
 NUM_INSTANCES = (1, 2)
 TRANSPORTS: tuple[Literal["broadcast", "snapshot", "ipc"], ...] = ("broadcast", "snapshot", "ipc")
 
+STEP = 1e-6
+
 Say = Callable[[str], None]
 Stream = list[tuple[TensorSpec, torch.Tensor]]
 
@@ -109,6 +113,40 @@ def compare_transports(url: str, stream: Stream, repeats: int, say: Say) -> dict
     return {f"{name}_s_per_gb": statistics.median(values) for name, values in seconds.items()}
 
 
+def step(masters: list[torch.Tensor], stream: Stream) -> None:
+    """Adds 1e-6 or takes it from each weight in float32, and rounds."""
+    for master, (_, weight) in zip(masters, stream, strict=True):
+        master += STEP * (2 * torch.randint(0, 2, master.shape, dtype=torch.int8) - 1)
+        weight.copy_(master)
+
+
+def compare_changes(url: str, stream: Stream, repeats: int, say: Say) -> dict[str, float]:
+    """Publishes what a step has changed to the instance at `url`, and bare broadcasts of all bytes, alternately."""
+    num_bytes = sum(spec.num_bytes for spec, _ in stream)
+    masters = [weight.float() for _, weight in stream]
+    publishes, bares, shares = [], [], []
+    with ExitStack() as closing:
+        publisher = open_publisher(closing, [url], stream, PublishSection(timeout_s=TIMEOUT_S, transport="changes"))
+        bare = BareBroadcast(1, num_bytes, BUCKET_BYTES)
+        closing.callback(bare.close)
+        publisher.publish("all")
+        for number in range(-1, repeats):
+            step(masters, stream)
+            publication = publisher.publish(f"changes-{number}")
+            bare_s = bare.seconds()
+            share = publication.num_bytes / num_bytes
+            say(f"changes, {share:.2%} of the bytes: publish {publication.seconds:.3f} s, bare {bare_s:.3f} s")
+            if number >= 0:
+                publishes.append(publication.seconds)
+                bares.append(bare_s)
+                shares.append(share)
+    return {
+        "changes_s": statistics.median(publishes),
+        "changes_bytes": statistics.median(shares),
+        "changes_ratio": statistics.median(b / p for b, p in zip(bares, publishes, strict=True)),
+    }
+
+
 def measure(urls: Sequence[str], stream: Stream, repeats: int, say: Say) -> dict[str, float]:
     """Publishes to the instances at `urls` and broadcasts to as many bare processes, alternately."""
     num_bytes = sum(spec.num_bytes for spec, _ in stream)
@@ -146,7 +184,8 @@ def run(repeats: int, size: str, say: Say) -> dict[str, float]:
             suffix = "" if number == 1 else f"_{number}"
             figures = measure(urls[:number], stream, repeats, say)
             answer |= {f"{key}{suffix}": round(value, 4) for key, value in figures.items()}
-        return answer | {k: round(v, 4) for k, v in compare_transports(urls[0], stream, repeats, say).items()}
+        others = compare_changes(urls[0], stream, repeats, say) | compare_transports(urls[0], stream, repeats, say)
+        return answer | {key: round(value, 4) for key, value in others.items()}
 
 
 def main() -> None:

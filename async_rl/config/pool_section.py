@@ -101,10 +101,10 @@ class PublishSection(Section):
     master_address: str | None = Field(
         None, description="this trainer's own address as the instances reach it; by default the one that routes to them"
     )
-    transport: Literal["broadcast", "snapshot", "ipc"] = Field(
+    transport: Literal["broadcast", "changes", "snapshot", "ipc"] = Field(
         "broadcast",
-        description="a torch.distributed broadcast, a file that the instances read, or memory of a device that both "
-        "pools share (run.placement)",
+        description="a torch.distributed broadcast, one of what has changed since the last publish, a file that the "
+        "instances read, or memory of a device that both pools share (run.placement)",
     )
     snapshot_dir: Path | None = Field(
         None,
@@ -117,20 +117,10 @@ class PublishSection(Section):
         "of its kind serves in a run, before every batch, or never, which leaves out vLLM's probe, too (see proof.md)",
     )
 
-    changes: bool = Field(
-        False,
-        description="send weights that have changed since the last publish alone, where that is less than half: for "
-        "slow links; the sending rank keeps a copy of what it has sent",
-    )
-
-    @model_validator(mode="after")
-    def _changes_are_broadcast(self) -> "PublishSection":
-        if self.changes and self.transport != "broadcast":
-            raise ValueError(
-                f"publish.changes is true, but publish.transport is {self.transport!r}, which has no link to spare: "
-                "remove publish.changes"
-            )
-        return self
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether a weight group between processes is formed, and anything is sent over it."""
+        return self.transport in ("broadcast", "changes")
 
     @model_validator(mode="after")
     def _snapshots_have_a_place(self) -> "PublishSection":

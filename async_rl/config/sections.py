@@ -201,9 +201,14 @@ class Config(Section):
             raise ValueError(
                 f"{found}the trainer's weights wait on the host while instances have the devices: {snapshot}"
             )
-        if placement != "separate" and transport == "broadcast":
+        if placement != "separate" and self.publish.is_broadcast:
             or_ipc = ", or publish.transport to 'ipc'" if placement == "shared" else ""
             raise ValueError(f"{found}nccl and hccl refuse a group with two ranks on one device: {snapshot}{or_ipc}")
+        if transport == "changes" and self.inference.engine == "vllm":
+            raise ValueError(
+                "publish.transport is 'changes', but inference.engine is 'vllm', which makes other tensors of what it gets "
+                "and needs all of it each time: set publish.transport to 'broadcast'"
+            )
         if transport == "ipc" and self.cluster.training_nodes > 1:
             raise ValueError(
                 f"publish.transport is 'ipc', but cluster.training_nodes is {self.cluster.training_nodes}, and memory "

@@ -107,7 +107,7 @@ def require_engine(config: Config, instance: Process) -> None:
             f"{what} is no Python with async-rl's inference_service: `{shlex.join(argv)}` ended well, but without the "
             f"line {SERVES_WITH + ' ...'!r}; {HOW_TO_GET_VLLM}"
         )
-    if config.trainer.device == "cuda" and config.publish.transport == "broadcast":
+    if config.trainer.device == "cuda" and config.publish.is_broadcast:
         _require_equal_nccl(done.stdout, what)
 
 

@@ -22,7 +22,7 @@ def test_a_run_that_sends_changes_and_loses_both_ends_trains_the_same_bits(
 ) -> None:
     whole = new_run("whole").train(*BOTH)
     run = new_run("changes")
-    run.start(*BOTH, "--publish.changes=true")
+    run.start(*BOTH, "--publish.transport=changes")
     run.wait_for_iterations(3)
     run.instances()[0].kill()
     run.wait_for_iterations(5)

@@ -301,8 +301,9 @@ def test_constants_that_the_forecast_repeats_are_those_of_trainer_and_engine() -
     assert training_memory.CHUNK_BYTES == logprobs.CHUNK_BYTES
     assert training_memory.PARCEL_BYTES == weight_export.PARCEL_BYTES
     assert training_memory.DELTA_CHUNK_ROWS == delta_rule.CHUNK_ROWS
-    sizes = {"broadcast": stream.bucket_bytes_of("nccl"), "ipc": stream.bucket_bytes_of(ipc.ipc_backend("nccl"))}
-    assert sizes == memory.MESSAGE_BYTES and ipc.PIECE_BYTES == memory.IPC_BUFFER_BYTES
+    of_group, of_ipc = stream.bucket_bytes_of("nccl"), stream.bucket_bytes_of(ipc.ipc_backend("nccl"))
+    assert {"broadcast": of_group, "changes": of_group, "ipc": of_ipc} == memory.MESSAGE_BYTES
+    assert ipc.PIECE_BYTES == memory.IPC_BUFFER_BYTES
     assert instance_memory.PREFILL_TOKENS == cache_size.PREFILL_TOKENS
     assert instance_memory.MAX_IDLE == segments.MAX_IDLE
     assert (instance_memory.MIN_CAPACITY, instance_memory.GROWTH) == (kv_store.MIN_CAPACITY, kv_store.GROWTH)

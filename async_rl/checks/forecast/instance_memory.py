@@ -148,18 +148,20 @@ RECEIVED_MESSAGES = {"transformers": 3, "vllm": 4}
 
 
 def _received(config: Config, model: ModelShape) -> list[MemoryPart]:
-    """What a transfer between devices takes besides the weights that it replaces.
+    """What a transfer between devices takes besides the weights that it replaces, and changes of them anywhere.
 
     The buffers through which `ipc` passes it are the main rank's, wherever they are mapped.
     """
+    width, number = WEIGHT_BYTES[config.model.dtype], RECEIVED_MESSAGES[config.inference.engine]
+    if config.publish.transport == "changes" and config.inference.engine == "transformers":
+        return [MemoryPart(PUBLISH, model.num_parameters * width // 2, "changes, at most of half of the weights")]
     if config.trainer.device == "cpu" or config.publish.transport == "snapshot":
         return []
-    width, number = WEIGHT_BYTES[config.model.dtype], RECEIVED_MESSAGES[config.inference.engine]
     message = MESSAGE_BYTES[config.publish.transport]
     largest = max(model.vocabulary_parameters, model.stacked_parameters) * width
     messages = messages_bytes(message, number, model.num_parameters * width, largest)
     size, reason = messages + FINGERPRINT_BYTES, f"{number} messages, {messages / MIB:,.0f} MiB, and a fingerprint"
-    if config.publish.transport == "broadcast":
+    if config.publish.is_broadcast:
         size, reason = size + COMMUNICATOR_BYTES[config.trainer.device], f"{reason}; the group's buffers"
     return [MemoryPart(PUBLISH, size, reason)]
 

@@ -245,12 +245,13 @@ def rank_memory(
     own, device = rank_parameters(model, shares), config.trainer.device
     resident = [MemoryPart(BASE, BASE_BYTES[device], _base_reason(device))]
     if device != "cpu":
-        num_groups = shares.num_groups + (config.publish.transport == "broadcast")
+        num_groups = shares.num_groups + config.publish.is_broadcast
         buffers = MemoryPart(COMMUNICATORS, num_groups * COMMUNICATOR_BYTES[device], f"{num_groups} groups, assumed")
         resident += [buffers] * (num_groups > 0)
-    if config.publish.changes:
-        num_bytes = model.num_parameters * WEIGHT_BYTES[config.model.dtype]
-        resident.append(MemoryPart("sent weights", num_bytes, "the main rank's copy, to find what changes"))
+    if config.publish.transport == "changes":
+        # Changes are at most half of all, and are put together.
+        num_bytes = 2 * model.num_parameters * WEIGHT_BYTES[config.model.dtype]
+        resident.append(MemoryPart("sent weights", num_bytes, "the main rank's copy, and what has changed of it"))
     if config.publish.transport == "ipc":
         reason = "two of the main rank, which all instances map, for as long as it lives"
         resident.append(MemoryPart(BUFFERS, 2 * IPC_BUFFER_BYTES, reason))

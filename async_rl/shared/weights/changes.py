@@ -19,7 +19,7 @@ from async_rl.shared.weights.fingerprint import TensorSpec
 WHOLE, BITS = -1, -2
 
 WORTH = 0.5
-"""Of the bytes of all: where more have changed, all are sent, which needs no memory for them at the receiver."""
+"""Of the bytes of all: where changes have more, all are sent."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16}
 PLACE_BYTES = 4
@@ -33,6 +33,10 @@ class LastSent:
     def __init__(self) -> None:
         self.fingerprint: str | None = None
         self._bytes: dict[TensorSpec, torch.Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.numel() for each in self._bytes.values())
 
     def keep(self, spec: TensorSpec, data: torch.Tensor) -> None:
         """`data` are the bytes of the tensor as they are sent now, uint8 [num_bytes]."""

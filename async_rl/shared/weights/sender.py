@@ -68,7 +68,7 @@ class WeightSender:
         self._backend = ipc_backend(backend) if config.transport == "ipc" else backend
         self._snapshots = None if config.snapshot_dir is None else SnapshotStore(config.snapshot_dir, run_id)
         self._rendezvous: Rendezvous | None = None
-        self._last = LastSent() if config.changes else None
+        self._last = LastSent() if config.transport == "changes" else None
         version = nccl_version() if self._backend == "nccl" else UNKNOWN
         self._facts = SenderFacts(
             names=[spec.name for spec in source.specs],

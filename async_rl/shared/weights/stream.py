@@ -246,21 +246,28 @@ class WeightGroup:
     def _send_changes(
         self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], bucket_bytes: int, last: LastSent
     ) -> str:
-        """Or all, if these are less than so many changes."""
+        """Or all, if these are hardly more bytes."""
         device = self._collectives.device
         fingerprint = fingerprint_on(device)
-        specs, numbers, parts = [], [], []
+        specs: list[TensorSpec] = []
+        numbers: list[int] = []
+        parts: list[torch.Tensor] = []
+        room = last.num_bytes * WORTH
         for spec, tensor in stream:
             part = _bytes_of(tensor, device)
             fingerprint.add(spec, part)
             number, changed = last.replace(spec, part)
             specs.append(spec)
             numbers.append(number)
-            parts += changed
-        data = torch.cat([front(numbers, device), *parts])
-        if data.numel() > WORTH * sum(spec.num_bytes for spec in specs):
-            del data, parts
+            room -= sum(map(torch.Tensor.numel, changed))
+            if room >= 0:
+                parts += changed
+            else:
+                parts.clear()
+        if room < 0:
             return self._send_all(last.tensors(specs), bucket_bytes)
+        data = torch.cat([front(numbers, device), *parts])
+        parts.clear()
         self._store.set(self._go(), f"{CHANGES}{data.numel()}")
         self._broadcast_one(data, bucket_bytes)
         return fingerprint.hexdigest()

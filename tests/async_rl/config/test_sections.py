@@ -225,6 +225,19 @@ def test_a_switch_that_is_off_keeps_its_settings(config_file: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (["--inference.engine=vllm"], r"inference\.engine is 'vllm', which .* set publish\.transport to 'broadcast'"),
+        (["--run.placement=shared"], r"publish\.transport is 'changes'.*refuse a group with two ranks on one device"),
+    ],
+)
+def test_changes_are_sent_only_to_who_can_use_them(config_file: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(config_file, ["--publish.transport=changes", *settings])
+    assert load_config(config_file, ["--publish.transport=changes"]).publish.is_broadcast
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ([], r"run\.placement is 'separate'.*set publish\.transport to 'broadcast', or run\.placement to 'shared'"),
         (
             ["--run.placement=turns"],

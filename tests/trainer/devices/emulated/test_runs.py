@@ -116,6 +116,7 @@ LAYOUTS = {
         *("qwen3", "--algorithm.name=ppo", "--algorithm.options.critic_learning_rate=1e-3", "--algorithm.kl_coef=0.05"),
         *("--train.steps_per_batch=2", "--algorithm.old_policy=model", "--trainer.frozen_weights=host"),
     ),
+    "changes": ("qwen3", BF16, "--publish.transport=changes", "--optimizer.learning_rate=1e-6"),
     "snapshot": (
         *("qwen3", "--publish.transport=snapshot", "--algorithm.old_policy=lagged", "--trainer.frozen_weights=host"),
     ),
