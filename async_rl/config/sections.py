@@ -206,8 +206,8 @@ class Config(Section):
             raise ValueError(f"{found}nccl and hccl refuse a group with two ranks on one device: {snapshot}{or_ipc}")
         if transport == "changes" and self.inference.engine == "vllm":
             raise ValueError(
-                "publish.transport is 'changes', but inference.engine is 'vllm', which makes other tensors of what it gets "
-                "and needs all of it each time: set publish.transport to 'broadcast'"
+                "publish.transport is 'changes', but inference.engine is 'vllm', which makes other tensors of them "
+                "and needs all each time: set publish.transport to 'broadcast'"
             )
         if transport == "ipc" and self.cluster.training_nodes > 1:
             raise ValueError(
