@@ -16,7 +16,7 @@ from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError, WriteFailed
 from async_rl.records.run_records import require_readable
-from async_rl.shared.checkpoint_names import checkpoints_dir, newest_checkpoint, whole_checkpoints
+from async_rl.shared.checkpoint_names import MANIFEST, checkpoints_dir, newest_checkpoint, whole_checkpoints
 from async_rl.shared.files import write_file
 from async_rl.shared.programs.command_line import Parser
 from async_rl.shared.programs.error_text import error_text
@@ -39,9 +39,8 @@ def main(arguments: list[str]) -> int:
             merge(source, options.to, options.model, options.dtype)
         else:
             require_for_run(options)
-            source = choose_checkpoint(source, options.iteration)
             require_empty(options.to)
-            run(source, options.to, options.model, merges=options.merge)
+            source = export_run(options)
     except (ConfigError, WriteFailed) as error:
         report_failure(error, os.environ)
         log.error("%s: %s", type(error).__name__, error_text(error))
@@ -80,6 +79,32 @@ def make_parser() -> Parser:
         help="of saved adapters and their base, merged; by default the base's own. A run has its model.dtype",
     )
     return parser
+
+
+def export_run(options: argparse.Namespace) -> Path:
+    """Writes the policy of a run's checkpoint, which it returns.
+
+    A run that goes on removes old ones, also while they are read here: then its newest is read.
+
+    Raises:
+        ConfigError: as `run`; or the checkpoint that was named was removed meanwhile.
+    """
+    while True:
+        checkpoint = choose_checkpoint(options.run, options.iteration)
+        try:
+            run(checkpoint, options.to, options.model, merges=options.merge)
+        except Exception as error:
+            if checkpoint.is_dir():
+                raise
+            newest = newest_checkpoint(checkpoint.parent)
+            if newest is None or checkpoint == options.run.absolute() or options.iteration is not None:
+                raise ConfigError(
+                    f"checkpoint {str(checkpoint)!r} was removed while it was read: the run goes on, and keeps "
+                    "checkpoint.keep of them; name a newer one, or the run's directory"
+                ) from error
+            log.info("%s was removed while it was read: the run goes on; its newest is read", checkpoint.name)
+        else:
+            return checkpoint
 
 
 def run(checkpoint: Path, target: Path, model: str | None, *, merges: bool = False) -> None:
@@ -134,6 +159,8 @@ def require_for_run(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: it is of no use for one.
     """
+    if options.iteration is not None and options.iteration < 0:
+        raise ConfigError(f"--iteration is {options.iteration}: expected the number of a checkpoint, from 1 on")
     if options.dtype is not None:
         raise ConfigError(f"--dtype is for saved adapters; {str(options.run)!r} has its own model.dtype: leave it out")
 
@@ -159,10 +186,7 @@ def choose_checkpoint(run_dir: Path, iteration: int | None) -> Path:
         ConfigError: there is no such checkpoint, or no such directory.
     """
     require_readable(run_dir, [])
-    # These modules need the extra that `main` has checked.
-    from trainer.checkpoint import files
-
-    if (run_dir / files.MANIFEST).is_file() and iteration is None:
+    if (run_dir / MANIFEST).is_file() and iteration is None:
         return run_dir.absolute()
     directory = checkpoints_dir(run_dir)
     newest = newest_checkpoint(directory)
@@ -172,7 +196,10 @@ def choose_checkpoint(run_dir: Path, iteration: int | None) -> Path:
         )
     if iteration is None:
         return newest
-    chosen = files.checkpoint_path(directory, iteration)
+    # This module needs the extra that `main` has checked.
+    from trainer.checkpoint.files import checkpoint_path
+
+    chosen = checkpoint_path(directory, iteration)
     if not chosen.is_dir():
         names = ", ".join(path.name for path in whole_checkpoints(directory))
         raise ConfigError(f"{str(run_dir)!r} has no checkpoint {chosen.name}: there are {names}")

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from async_rl.checks.preflight.adapter import first_adapters
-from async_rl.checks.preflight.model import find_checkpoint
+from async_rl.checks.preflight.model import find_checkpoint, read_shape
+from async_rl.checks.preflight.resume import Contents
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, WriteFailed
 from async_rl.producer.client import Control
@@ -12,7 +13,6 @@ from async_rl.rollouts.data.prompts import PromptSource
 from async_rl.rollouts.rewards.identity import reward_identity
 from async_rl.shared.programs.user_command import COMMAND
 from async_rl.shared.programs.user_file import PREFIX, file_identity
-from trainer.checkpoint.compatibility import Contents
 from trainer.hf.adapters import require_base, weights_digest
 from trainer.parallel import Parallel
 
@@ -76,7 +76,9 @@ def contents_of(config: Config, loaded: Mapping[str, Any], algorithm: str) -> Co
     bases = ["" if path is None else weights_digest(find_checkpoint(path)) for path in below_adapters]
     if (path := first_adapters(config)) is not None:
         require_base(path, lambda: bases[0], f"model.path {config.model.path!r}")
-    return Contents(loaded["digests"], _scoring_identity(config), algorithm, *bases)
+    base, critic_base = bases or ("", "")
+    shape = read_shape(find_checkpoint(config.model.path)).as_json()
+    return Contents(loaded["digests"], _scoring_identity(config), algorithm, base, critic_base, shape)
 
 
 def _scoring_identity(config: Config) -> str:

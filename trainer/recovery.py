@@ -19,6 +19,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
+from async_rl.checks.preflight.resume import Contents, content_changes
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, Fenced, LeaderFailed, ProducerLost, RunStopped
 from async_rl.producer.client import Control, RemoteRecorder, RemoteRolloutSource
@@ -26,7 +27,6 @@ from async_rl.producer.process import END_TIMEOUT_S, ProducerAddress
 from async_rl.records.records import cut_record_of, cut_run_records
 from async_rl.records.throughput import TrainingPool
 from async_rl.shared.weights.sender import WeightSender
-from trainer.checkpoint.compatibility import Contents, content_changes
 from trainer.parallel import Parallel
 from trainer.prompt_data import begin_loading, contents_of
 from trainer.saving import Saving

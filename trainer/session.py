@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
 
+from async_rl.checks.preflight.resume import Contents
 from async_rl.config.secrets import masked
 from async_rl.config.sections import Config, RunSection
 from async_rl.config.train_section import TrainSection
@@ -32,7 +33,6 @@ from async_rl.shared.locks.lease import TTL_S, Lease, take_lease
 from async_rl.shared.locks.run_lock import lock_run, make_run_dir, may_be_replaced
 from async_rl.shared.weights.sender import WeightSender
 from trainer.checkpoint.checkpoint import Checkpoints
-from trainer.checkpoint.compatibility import Contents
 from trainer.parallel import Parallel, address_for_ranks
 from trainer.process_end import end_now
 from trainer.prompt_data import begin_loading, load_prompts_and_contents

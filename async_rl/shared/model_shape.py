@@ -4,8 +4,9 @@ The one reading of that file, without libraries of models; for pre-flight, forec
 configs leave out has the default that transformers gives it.
 """
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import log
 from typing import Any, NamedTuple
 
@@ -90,6 +91,11 @@ class ModelShape:
     local_rope: tuple[float, Rope | None] | None = None
     num_predictors: int = 0
     """Layers for multi-token prediction that checkpoints may have after the last one; not trained."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Its sizes and features by name, as they are read again from JSON; sets in order."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=sorted))
+        return found
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], named: str) -> "ModelShape":

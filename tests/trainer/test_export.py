@@ -14,6 +14,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from async_rl.checks.preflight.model import read_shape
 from async_rl.checks.preflight.weight_files import stored_tensors, weights_sample
 from async_rl.config.file import parse_config
 from async_rl.errors import ConfigError, WriteFailed
@@ -21,6 +22,7 @@ from async_rl.method.types import Group
 from tests.support.full_disk import largest_file
 from tests.support.minimal_config import minimal_tree
 from tests.support.trainer.checkpoint_worker import Run
+from trainer import export
 from trainer.checkpoint.files import checkpoint_path, read_manifest, seal
 from trainer.checkpoint.policy_export import export_merged, export_policy
 from trainer.export import choose_checkpoint, require_empty
@@ -113,13 +115,58 @@ def test_what_cannot_be_exported_is_named(
     with pytest.raises(ConfigError, match="cannot be used: File name too long"):
         require_empty(Path("n" * 300))
     make_run()
-    with pytest.raises(ConfigError, match=r"relative to where the run was started, say where it is now: --model"):
+    with pytest.raises(ConfigError, match=r"^--model '\.\./moved' is neither a directory nor"):
         export_policy(choose_checkpoint(tmp_path / "run", 2), tmp_path / "out", parallel, "../moved")
     damaged = choose_checkpoint(tmp_path / "run", 2)
     (damaged / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"__0_0\.distcp has 0 bytes.*the one before it is iteration-000001"):
         export_policy(damaged, tmp_path / "out", parallel)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_replaced_by_its_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, to = str(tmp_path / "run"), ["--to", str(tmp_path / "out")]
+    checkpoints, chosen = tmp_path / "run" / "checkpoints", list[str]()
+    first, second = (checkpoints / f"iteration-00000{number}" for number in (2, 9))
+    first.mkdir(parents=True)
+    (first / "manifest.json").touch()
+
+    def removed_at_first(checkpoint: Path, *arguments: Any, **options: Any) -> None:
+        chosen.append(checkpoint.name)
+        if len(chosen) == 1:
+            checkpoint.rename(second)
+            raise FileNotFoundError(checkpoint / ".metadata")
+
+    monkeypatch.setattr(export, "run", removed_at_first)
+    assert export.main([run, *to]) == 0
+    assert chosen == [first.name, second.name]
+    for named in ([str(first), *to], [run, "--iteration", "2", *to]):
+        chosen.clear()
+        second.rename(first)
+        assert export.main(named) == 2 and chosen == [first.name]
+        assert "iteration-000002' was removed while it was read: the run goes on" in caplog.text
+        caplog.clear()
+    assert export.main([run, "--iteration", "-1", *to]) == 2 and "--iteration is -1: expected" in caplog.text
+
+
+def test_weights_with_another_config_are_another_model(
+    make_run: Callable[..., MegatronTrainer], parallel: Parallel, tmp_path: Path
+) -> None:
+    make_run()
+    checkpoint = choose_checkpoint(tmp_path / "run", None)
+    model = Path(read_manifest(checkpoint)["config"]["model"]["path"])
+    other = shutil.copytree(model, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    parameters = {**config["rope_parameters"], "rope_theta": 3e4}
+    (other / "config.json").write_text(json.dumps({**config, "rope_parameters": parameters}))
+    content = read_manifest(checkpoint)
+    content["contents"] = {"shape": read_shape(model).as_json()}
+    seal_again(checkpoint, content)
+    with pytest.raises(ConfigError, match=r"the model's rope_theta is 30000\.0, but was 10000\.0 .*--model"):
+        export_policy(checkpoint, tmp_path / "out", parallel, str(other))
+    export_policy(checkpoint, tmp_path / "out", parallel)
 
 
 @pytest.mark.parametrize("cause", ["a file in the way", "a full disk"])

@@ -23,10 +23,11 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from async_rl.checks.preflight.resume import Contents
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, LeaderFailed, WriteFailed
 from async_rl.shared.files import named_write_errors, write_failed
-from trainer.checkpoint.compatibility import Contents, require_same_run
+from trainer.checkpoint.compatibility import require_same_run
 from trainer.checkpoint.files import (
     checkpoint_path,
     file_sums,

@@ -10,17 +10,15 @@ The number is that of the next iteration to train, the term that of the lease of
 import json
 import shutil
 from collections.abc import Iterable
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from async_rl.errors import ConfigError
-from async_rl.shared.checkpoint_names import whole_checkpoints
+from async_rl.shared.checkpoint_names import MANIFEST, number_in, whole_checkpoints
 from async_rl.shared.files import replace_directory, write_file
 
-MANIFEST = "manifest.json"
 FORMAT = 1
 """Format of the manifest and of tensor names; a checkpoint of another format is refused."""
 
@@ -104,7 +102,8 @@ def find_damage(path: Path, files: dict[str, dict[str, Any]]) -> ConfigError | N
 
 def damaged(path: Path, name: str, what: str) -> ConfigError:
     """The error for a checkpoint that is damaged; its remedy names the previous checkpoint."""
-    older = list(takewhile(lambda other: other.name != path.name, whole_checkpoints(path.parent)))
+    checkpoints = whole_checkpoints(path.parent)
+    older = [other for other, number in checkpoints.items() if number < (number_in(path.name) or 0)]
     then = f"the one before it is {older[-1].name}" if older else "there is none before it, so the run starts anew"
     return ConfigError(f"checkpoint {str(path)!r} is damaged: {name} {what}. Remove the directory; {then}")
 

@@ -1,5 +1,6 @@
 """The policy of a checkpoint, or adapters and their base, as a Hugging Face checkpoint; `trainer.export` calls it."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -7,13 +8,13 @@ import torch.distributed as dist
 
 from async_rl.checks.preflight.adapter import read_saved_section, require_saved_adapters
 from async_rl.checks.preflight.model import ModelFiles, find_checkpoint, read_shape
+from async_rl.checks.preflight.resume import other_base, shape_changes
 from async_rl.checks.preflight.weight_files import weights_sample
 from async_rl.config.file import parse_config
 from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
-from async_rl.shared.protocol.adapter import BASE_DIGEST, BASE_SAMPLE
+from async_rl.shared.protocol.adapter import BASE_DIGEST, BASE_SAMPLE, BASE_SHAPE
 from trainer.checkpoint.checkpoint import fill, read_checked
-from trainer.checkpoint.compatibility import other_base
 from trainer.checkpoint.tensors import POLICY, model_tensors
 from trainer.hf.adapters import add_adapters, require_base, save_adapters, start_adapters, weights_digest
 from trainer.hf.checkpoint import save_hf_checkpoint
@@ -37,20 +38,20 @@ def export_policy(
     """
     content = read_checked(checkpoint, parallel)
     config = parse_config(content["config"], source=f"the config in checkpoint {str(checkpoint)!r}")
-    source = _find_model(model_path or config.model.path)
-    model = build_model(
-        read_shape(source),
-        getattr(torch, config.model.dtype),
-        parallel,
-        TrainerSection(),
-    )
+    setting = "--model" if model_path else "model.path"
+    source = _find_model(model_path or config.model.path, setting)
+    shape, contents = read_shape(source), content.get("contents", {})
+    faults = shape_changes(contents.get("shape", {}), shape.as_json(), setting)
     of_base: dict[str, str] = {}
     if config.adapter.is_given:
-        before = content.get("contents", {}).get("base")
         of_base = {BASE_DIGEST: weights_digest(source), BASE_SAMPLE: weights_sample(source)}
-        if before and before != of_base[BASE_DIGEST]:
-            fault = other_base("model.path", before, of_base[BASE_DIGEST])
-            raise ConfigError(f"checkpoint {str(checkpoint)!r}: {fault}: name that model by --model")
+        of_base[BASE_SHAPE] = json.dumps(shape.as_json())
+        if (before := contents.get("base")) and before != of_base[BASE_DIGEST]:
+            faults.append(other_base(setting, before, of_base[BASE_DIGEST]))
+    if faults:
+        raise ConfigError(f"checkpoint {str(checkpoint)!r}: {'; '.join(faults)}: name that model by --model")
+    model = build_model(shape, getattr(torch, config.model.dtype), parallel, TrainerSection())
+    if config.adapter.is_given:
         load_hf_weights(model, source)
         add_adapters(model, config.adapter)
     fill(checkpoint, model_tensors(model, POLICY), parallel, dist.group.WORLD)
@@ -90,10 +91,12 @@ def _dtype_of(files: ModelFiles, asked: str | None) -> torch.dtype:
     return torch.bfloat16 if (asked or own) == "bfloat16" else torch.float32
 
 
-def _find_model(path: str, setting: str = "model.path") -> Path:
+def _find_model(path: str, setting: str) -> Path:
     try:
         return find_checkpoint(path, setting)
     except ConfigError as error:
+        if setting == "--model":
+            raise
         raise ConfigError(
             f"{error}; if it is a directory that was moved, or relative to where the run was started, say where it is "
             "now: --model"

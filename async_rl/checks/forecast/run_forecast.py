@@ -4,12 +4,14 @@ Pure arithmetic on the config and the config.json of its models: no weights are 
 models, and nothing is started.
 """
 
+import math
 from dataclasses import dataclass
 
 from async_rl.checks.forecast.instance_memory import instance_memory
 from async_rl.checks.forecast.memory import ProcessMemory
-from async_rl.checks.forecast.rank_parameters import WEIGHT_BYTES
+from async_rl.checks.forecast.rank_parameters import WEIGHT_BYTES, WIDE_BYTES
 from async_rl.checks.forecast.training_memory import group_rows, rank_memory
+from async_rl.checks.preflight.adapter import factor_shapes
 from async_rl.checks.preflight.model import CRITIC, read_shape
 from async_rl.config.sections import Config
 from async_rl.shared.model_shape import ModelShape
@@ -50,11 +52,18 @@ def forecast_run(config: Config, model: ModelShape) -> RunForecast:
         num_ranks=num_ranks,
         rank=rank_memory(config, model, num_ranks, teacher, critic),
         instance=instance_memory(config, model),
-        publish_bytes=model.num_parameters * WEIGHT_BYTES[config.model.dtype],
+        publish_bytes=_publish_bytes(config, model),
         max_prompt_tokens=prompts * config.prompts.max_prompt_tokens,
         max_response_tokens=prompts * responses * config.rollout.max_response_tokens,
         max_fed_rows=prompts * group_rows(config),
     )
+
+
+def _publish_bytes(config: Config, model: ModelShape) -> int:
+    """To each instance: the weights, or the factors of adapters, in float32, that are published alone."""
+    if config.publishes_adapters:
+        return WIDE_BYTES * sum(map(math.prod, factor_shapes(config.adapter, model).values()))
+    return model.num_parameters * WEIGHT_BYTES[config.model.dtype]
 
 
 def _other(path: str | None, setting: str) -> ModelShape | None:

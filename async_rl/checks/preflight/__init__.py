@@ -14,6 +14,7 @@ from async_rl.checks.preflight.data import require_evaluation_sets, require_prom
 from async_rl.checks.preflight.layout import require_layout
 from async_rl.checks.preflight.model import CRITIC, TEACHER, ModelFiles, require_other_models, require_trainable
 from async_rl.checks.preflight.model_room import require_fit, require_tokens
+from async_rl.checks.preflight.resume import require_resumable
 from async_rl.checks.preflight.reward import require_reward, require_time_for_tests
 from async_rl.checks.preflight.reward_rows import require_answers, require_columns, require_parts_of_rows
 from async_rl.checks.preflight.train_modes import require_exact, require_router_replay
@@ -83,6 +84,7 @@ def find_faults(
         note(lambda: require_time_for_tests(config))
         note(lambda: require_algorithm(config.algorithm))
         note(lambda: require_paths(config), is_of_place=True)
+        note(lambda: require_resumable(config), is_of_place=True)
     return faults
 
 

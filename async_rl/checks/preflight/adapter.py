@@ -12,13 +12,14 @@ from pydantic import ValidationError
 
 from async_rl.checks.preflight.adapter_sizes import ATTENTION, linear_sizes, targeted
 from async_rl.checks.preflight.model import CRITIC, ModelFiles
+from async_rl.checks.preflight.resume import shape_changes
 from async_rl.checks.preflight.weight_files import FLOATS, LAYERS, metadata_of, tensors_of, weights_sample
 from async_rl.config.adapter_section import ALL_LINEAR, MAX_LORA_RANK, AdapterSection, Target
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from async_rl.shared.checkpoint_names import checkpoints_dir, newest_checkpoint
 from async_rl.shared.model_shape import ModelShape
-from async_rl.shared.protocol.adapter import BASE_SAMPLE, CONFIG_FILE, WEIGHTS_FILE, A, B, factor_name
+from async_rl.shared.protocol.adapter import BASE_SAMPLE, BASE_SHAPE, CONFIG_FILE, WEIGHTS_FILE, A, B, factor_name
 
 PROPOSED_RANK = 16
 """Of adapters that `init` and `check` propose: that of `quickstart smollm2 --lora`."""
@@ -56,6 +57,8 @@ IN_PEFT = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
 """Key of `[adapter]` -> that of adapter_config.json."""
 
 PATTERNS = ("rank_pattern", "alpha_pattern")
+PLAIN = re.compile(r"(\^?\.\*)?[\w.^$\\-]{1,500}")
+"""What names of layers have as patterns: another one may take for ever to match."""
 """Keys whose patterns give some layers another rank or alpha; peft writes patterns that match no layer, too."""
 
 
@@ -197,13 +200,13 @@ def _faults_of_path(adapter: AdapterSection, shape: ModelShape, path: Path) -> I
     layers = [f"{LAYERS}{i}.{name}" for i in range(shape.num_layers) for name in linear_sizes(shape)]
     for key in PATTERNS:
         patterns = found.get(key) or {}
-        try:
-            # As peft matches them.
-            of_all = {pattern: re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns}
-        except (TypeError, re.error) as error:
-            yield f"has {key} = {patterns!r}, which is no table of patterns ({error}): save them again with peft"
+        if not isinstance(patterns, dict) or not all(PLAIN.fullmatch(pattern) for pattern in patterns):
+            shown = json.dumps(patterns)[:200]
+            yield f"has {key} = {shown}: only a table with names of layers is held; save them again with peft"
             return
-        for pattern, compiled in of_all.items():
+        for pattern in patterns:
+            # As peft matches them.
+            compiled = re.compile(rf"(.*\.)?({pattern})$")
             if any(compiled.match(layer) for layer in layers):
                 yield f"has {key} for {pattern!r}: all layers need the same"
     for key, name, value in (("r", "rank", adapter.rank), ("lora_alpha", "alpha", adapter.alpha)):
@@ -229,7 +232,10 @@ def _faults_of_base(path: Path, files: ModelFiles) -> Iterator[str]:
     """That saved adapters belong to other weights, as far as it can be told quickly: the trainer reads all of them."""
     if files.directory is None:
         return
-    before, where = metadata_of(path / WEIGHTS_FILE).get(BASE_SAMPLE), ""
+    metadata = metadata_of(path / WEIGHTS_FILE)
+    before, where = metadata.get(BASE_SAMPLE), ""
+    for change in shape_changes(_json_object(metadata.get(BASE_SHAPE)), files.shape.as_json(), files.named):
+        yield f"was trained beside another model: {change}"
     named = _read_config(path).get("base_model_name_or_path")
     if before is None and isinstance(named, str) and Path(named).is_absolute():
         before, where = _sample_if_there(Path(named)), f" of {named!r}"
@@ -238,6 +244,14 @@ def _faults_of_base(path: Path, files: ModelFiles) -> Iterator[str]:
             f"was trained beside weights{where} whose beginnings have the digest {before}, and those of {files.named} "
             f"have {now}: name the base that it belongs to (base_model_name_or_path of its {CONFIG_FILE}: {named!r})"
         )
+
+
+def _json_object(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _sample_if_there(base: Path) -> str | None:

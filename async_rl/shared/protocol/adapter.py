@@ -11,6 +11,9 @@ A, B = "lora_A", "lora_B"
 
 BASE_DIGEST: Final = "base_xxh3"
 """Key of the metadata of a file of adapters: the digest of all weights beside which they were trained."""
+BASE_SHAPE: Final = "base_shape"
+"""Sizes and features that its config.json says, as JSON: the same weights may be another model with another one."""
+
 BASE_SAMPLE: Final = "base_sample_blake2b"
 """The same of what each of these tensors begins with, which is read quickly (`preflight.weight_files`)."""
 

@@ -171,3 +171,6 @@ def test_the_remedy_for_damage_names_the_checkpoint_before_it(tmp_path: Path) ->
         "the one before it is iteration-000002",
         "the one before it is iteration-000004",
     ]
+    # A run that goes on may have removed it by now.
+    gone = tmp_path / "iteration-000003"
+    assert "the one before it is iteration-000002" in str(damaged(gone, "a", "is missing"))
