@@ -209,6 +209,11 @@ class Config(Section):
                 "publish.transport is 'changes', but inference.engine is 'vllm', which makes other tensors of them "
                 "and needs all each time: set publish.transport to 'broadcast'"
             )
+        if transport == "changes" and self.publish.canary == "always":
+            raise ValueError(
+                "publish.transport is 'changes', but publish.canary is 'always', which changes all weights before each "
+                "publish: set publish.canary to 'first', or publish.transport to 'broadcast'"
+            )
         if transport == "ipc" and self.cluster.training_nodes > 1:
             raise ValueError(
                 f"publish.transport is 'ipc', but cluster.training_nodes is {self.cluster.training_nodes}, and memory "

@@ -16,7 +16,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
 from async_rl.shared.programs.error_text import error_text
 from deploy.scaling.costs import Measured, measure
-from deploy.scaling.simulation import ASSUMED, SCHEDULES, Outcome, SetUp, Shape, simulate
+from deploy.scaling.simulation import ASSUMED, SCHEDULES, Costs, Outcome, SetUp, Shape, simulate
 
 NUM_BATCHES = 4
 """Simulated of each set-up that is shown; of the many that are tried one."""
@@ -25,6 +25,12 @@ NUM_SPLITS = 40
 """Tried at most before those beside the best one."""
 
 NUM_SHOWN = 5
+
+MOST_RESPONSES = 200_000
+"""Of a batch: to simulate one takes a second."""
+
+APART = 1.05
+"""Times of a set-up that differ more, by the costs that the records allow, are shown both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +63,26 @@ class Batches:
                 return shape
             return replace(shape, response_tokens=tuple(rng.choices(shape.response_tokens, k=num_responses)))
 
+        self._means: dict[tuple[SetUp, int, Costs], Mean] = {}
         number = num_prompts or round(fmean(len(iteration.groups) for iteration in run.iterations))
+        size = num_responses or max(len(shape.response_tokens) for shape in shapes)
+        if number * size > MOST_RESPONSES:
+            raise ConfigError(
+                f"a batch of {number} prompts has {number * size:,} responses: expected at most {MOST_RESPONSES:,}; "
+                "ask for fewer --prompts or --responses"
+            )
         self._drawn = [[with_responses(rng.choice(shapes)) for _ in range(number)] for _ in range(NUM_BATCHES)]
 
-    def mean(self, set_up: SetUp, num_batches: int = NUM_BATCHES) -> Mean:
-        return Mean.of([simulate(batch, self._run.costs, set_up) for batch in self._drawn[:num_batches]])
+    def mean(self, set_up: SetUp, num_batches: int = NUM_BATCHES, costs: Costs | None = None) -> Mean:
+        key = (set_up, num_batches, costs or self._run.costs)
+        if key not in self._means:
+            self._means[key] = Mean.of([simulate(batch, key[2], set_up) for batch in self._drawn[:num_batches]])
+        return self._means[key]
+
+    def between(self, set_up: SetUp) -> tuple[float, float]:
+        """The least and the most seconds of an iteration, by all costs that the records allow."""
+        seconds = [self.mean(set_up, costs=costs).seconds for costs in (self._run.costs, *self._run.others)]
+        return min(seconds), max(seconds)
 
     def splits(self, num_devices: int) -> list[SetUp]:
         """Of so many devices, those whose iterations are shortest, the best one first.
@@ -92,7 +113,7 @@ class Batches:
                 if number not in seconds:
                     seconds[number] = self.mean(split(number), 1).seconds
         shown = [split(number) for number in sorted(seconds, key=seconds.__getitem__)[:NUM_SHOWN]]
-        return sorted(shown, key=lambda set_up: self.mean(set_up).seconds)
+        return sorted(shown, key=lambda each: (float(f"{self.mean(each).seconds:.3g}"), devices_of(self._run, each)))
 
 
 def limit_of(mean: Mean) -> str:
@@ -112,12 +133,12 @@ def text_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> str:
         f"  iteration  step {_s(costs.optimizer_s)}, publish {_s(costs.publish_s)}, between {_s(costs.between_s)}",
         f"  simulated / measured, of the others: median {median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}",
         "",
-        "instances  replicas  devices  iteration  tokens/s  per device  training waits  instances idle  limited by",
+        "instances  replicas  devices         iteration  tokens/s  per device  training waits  instances idle  limit",
     ]
-    lines += [_row(run, set_up, batches.mean(set_up), set_up == run.set_up) for set_up in set_ups]
+    lines += [_row(run, batches, set_up) for set_up in dict.fromkeys(set_ups)]
     best = set_ups[0] if len(set_ups) == 1 else set_ups[1]
     periodic = batches.mean(replace(best, schedule="periodic")).seconds
-    lines += ["", f"schedules with {best.num_instances} instances and {best.num_replicas} replicas:"]
+    lines += ["", f"schedules with instances: {best.num_instances}, replicas: {best.num_replicas}"]
     for schedule in SCHEDULES:
         seconds = batches.mean(replace(best, schedule=schedule)).seconds
         note = " (trains samples of older weights; not offered)" if schedule == "one step behind" else ""
@@ -125,10 +146,12 @@ def text_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> str:
     return "\n".join([*lines, "", "taken for granted: " + "; ".join(ASSUMED)])
 
 
-def _row(run: Measured, set_up: SetUp, mean: Mean, is_now: bool) -> str:
-    devices = devices_of(run, set_up)
+def _row(run: Measured, batches: Batches, set_up: SetUp) -> str:
+    mean, is_now = batches.mean(set_up), set_up == run.set_up
+    devices, (least, most) = devices_of(run, set_up), batches.between(set_up)
+    seconds = f"{_s(least)} to {_s(most)}" if most > APART * least else _s(mean.seconds)
     return (
-        f"{set_up.num_instances:>9}  {set_up.num_replicas:>8}  {devices:>7}  {_s(mean.seconds):>9}  "
+        f"{set_up.num_instances:>9}  {set_up.num_replicas:>8}  {devices:>7}  {seconds:>16}  "
         f"{mean.tokens_per_s:>8,.0f}  {mean.tokens_per_s / devices:>10,.1f}  {mean.idle_training:>14.0%}  "
         f"{mean.idle_inference:>14.0%}  {limit_of(mean)}{', as it is' if is_now else ''}"
     )
@@ -153,7 +176,13 @@ def json_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> dict[s
         "num_iterations": len(run.iterations),
         "simulated_to_measured": list(run.ratios),
         "set_ups": [
-            {**asdict(set_up), "devices": devices_of(run, set_up), **asdict(batches.mean(set_up))} for set_up in set_ups
+            {
+                **asdict(set_up),
+                "devices": devices_of(run, set_up),
+                **asdict(batches.mean(set_up)),
+                "between": batches.between(set_up),
+            }
+            for set_up in set_ups
         ],
         "assumed": list(ASSUMED),
     }

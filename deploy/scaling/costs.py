@@ -29,6 +29,9 @@ from deploy.scaling.simulation import Costs, SetUp, Shape, finish_times, simulat
 
 NUM_ROUNDS = 8
 
+HARDLY_WORSE = 1.1
+"""Of a squared error, as a multiple of the least."""
+
 NUM_ITERATIONS = 20
 """The last ones, of which every other one is fitted, and the others are compared."""
 
@@ -77,6 +80,8 @@ class Measured:
     Attributes:
         devices_of: devices of an instance, and of a replica.
         ratios: simulated / measured time of each iteration that was compared.
+        others: costs with which the iterations that were fitted come nearly as near: the records do not tell, say, the
+            cost of a step from that of its responses, where always as many run.
     """
 
     set_up: SetUp
@@ -84,6 +89,7 @@ class Measured:
     costs: Costs
     iterations: tuple[Iteration, ...]
     ratios: tuple[float, ...]
+    others: tuple[Costs, ...] = ()
 
 
 def measure(run_dir: Path) -> Measured:
@@ -98,7 +104,7 @@ def measure(run_dir: Path) -> Measured:
         sizes = [config["trainer"][name] for name in REPLICA]
         max_running, window_rows = config["inference"]["max_concurrency"], config["trainer"]["micro_batch_tokens"]
         mode, placement = config["train"]["mode"], config["run"]["placement"]
-        if not all(isinstance(each, int) and each > 0 for each in (*sizes, max_running, window_rows)):
+        if not all(isinstance(each, int) and 0 < each <= LARGEST for each in (*sizes, max_running, window_rows)):
             raise TypeError
     except (LookupError, TypeError) as error:
         raise ConfigError(f"{str(run_dir)!r} has no config.json of a run: name the run.dir of a run") from error
@@ -117,10 +123,10 @@ def measure(run_dir: Path) -> Measured:
         window_rows=window_rows,
         schedule="synchronous" if mode == "synchronous" else "periodic",
     )
-    costs = _fit(iterations[::2], set_up)
+    costs, *others = _fit(iterations[::2], set_up)
     ratios = [simulate(each.shapes, costs, set_up).seconds / each.record["seconds"] for each in iterations[1::2]]
-    of_instance = max(1, round((number_of(last.get("num_inference_devices")) or 0) / num_instances))
-    return Measured(set_up, (of_instance, of_replica), costs, tuple(iterations), tuple(ratios))
+    of_instance = max(1, round(min(number_of(last.get("num_inference_devices")) or 0, LARGEST) / num_instances))
+    return Measured(set_up, (of_instance, of_replica), costs, tuple(iterations), tuple(ratios), tuple(others))
 
 
 def _iterations(run_dir: Path) -> list[Iteration]:
@@ -128,9 +134,8 @@ def _iterations(run_dir: Path) -> list[Iteration]:
     run = RunRecords(run_dir)
     needed = (*PARTS, "num_instances", "num_training_devices")
     records = [
-        each for each in run.metrics.new_records() if all(number_of(each.get(name)) is not None for name in needed)
+        each for each in run.metrics.new_records() if has_iteration(each) and _has(each, needed) and each["seconds"] > 0
     ]
-    records = [each for each in records if has_iteration(each) and each["seconds"] > 0]
     same = ("num_instances", "num_training_devices", "num_inference_devices")
     records = [each for each in records[1:] if all(each.get(name) == records[-1].get(name) for name in same)]
     chosen = {each["iteration"]: each for each in records[-NUM_ITERATIONS:]}
@@ -199,7 +204,7 @@ def _shape(row: Record) -> Shape:
     return Shape(int(row["num_prompt_tokens"]), lengths, row.get("is_trained", True))
 
 
-def _fit(iterations: Sequence[Iteration], set_up: SetUp) -> Costs:
+def _fit(iterations: Sequence[Iteration], set_up: SetUp) -> list[Costs]:
     def usual(of: Callable[[Record], Any]) -> float:
         return max(0.0, float(median(of(each.record) for each in iterations)))
 
@@ -223,6 +228,8 @@ def line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     variance = sum((x - mean_x) ** 2 for x, _ in points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / variance if variance else 0.0
     at_zero = mean_y - slope * mean_x
+    if not mean_x:
+        return mean_y, 0.0
     if slope < 0 or not variance:
         return 0.0, mean_y / mean_x
     if at_zero < 0:
@@ -230,8 +237,11 @@ def line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     return at_zero, slope
 
 
-def _fit_instances(iterations: Sequence[Iteration], set_up: SetUp, costs: Costs) -> Costs:
-    """The costs change which instance gets a group, and when; as long as they do not, times are linear in them."""
+def _fit_instances(iterations: Sequence[Iteration], set_up: SetUp, costs: Costs) -> list[Costs]:
+    """The costs change which instance gets a group, and when; as long as they do not, times are linear in them.
+
+    After the nearest come others that are hardly worse.
+    """
     names = ("step_s", "token_s", "prompt_token_s", "score_s")
     groups = [group for each in iterations for group in each.groups]
     known = [place for place, group in enumerate(groups) if group.finished_s is not None]
@@ -257,23 +267,28 @@ def _fit_instances(iterations: Sequence[Iteration], set_up: SetUp, costs: Costs)
     )
     at = [third_s / num_steps, third_s / num_tokens, third_s / num_prompt, third_s / 100]
     best, least = at, error(at)
-    for _ in range(NUM_ROUNDS):
+
+    def nearest(at: Sequence[float]) -> list[list[float]]:
         now, slopes = times(at), []
         for place, value in enumerate(at):
             change = 1e-6 * value or 1e-9 * third_s
             moved = times([*at[:place], value + change, *at[place + 1 :]])
             slopes.append([(there - here) / change for there, here in zip(moved, now, strict=True)])
-        at = least_squares(slopes, measured)
+        return least_squares(slopes, measured)
+
+    for _ in range(NUM_ROUNDS):
+        at = nearest(at)[0]
         if (found := error(at)) < least:
             best, least = at, found
         else:
             # It is the nearest only while groups keep their places: half of the way.
             at = [(one + other) / 2 for one, other in zip(at, best, strict=True)]
-    return replace(costs, **dict(zip(names, best, strict=True)))
+    others = [other for other in nearest(best) if error(other) <= HARDLY_WORSE * least and other != best]
+    return [replace(costs, **dict(zip(names, each, strict=True))) for each in (best, *others)]
 
 
-def least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Factors of the columns, none below 0, whose sum is nearest to the values.
+def least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[list[float]]:
+    """Factors of the columns, none below 0, whose sum is nearest to the values; then those of fewer or other columns.
 
     Each subset of the columns is tried: there are few.
     """
@@ -281,18 +296,18 @@ def least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -
     scaled = [[each / size for each in column] for column, size in zip(columns, sizes, strict=True)]
     products = [[_dot(one, other) for other in scaled] for one in scaled]
     wanted = [_dot(column, values) for column in scaled]
-    best, least = [0.0] * len(columns), 0.0
+    found = [(0.0, [0.0] * len(columns))]
     for subset in (some for number in range(1, len(columns) + 1) for some in combinations(range(len(columns)), number)):
         # A little of the diagonal, where two columns are nearly the same.
         matrix = [[products[i][j] + (1e-9 if i == j else 0.0) for j in subset] for i in subset]
         factors = solve(matrix, [wanted[i] for i in subset])
-        # Of the squared error, what depends on the factors.
-        error = -_dot(factors, [wanted[i] for i in subset])
-        if min(factors) >= 0 and error < least:
-            least, best = error, [0.0] * len(columns)
+        if min(factors) >= 0:
+            of_all = [0.0] * len(columns)
             for place, factor in zip(subset, factors, strict=True):
-                best[place] = factor / sizes[place]
-    return best
+                of_all[place] = factor / sizes[place]
+            # Of the squared error, what depends on the factors.
+            found.append((-_dot(factors, [wanted[i] for i in subset]), of_all))
+    return [factors for _, factors in sorted(found)]
 
 
 def _dot(one: Iterable[float], other: Iterable[float]) -> float:

@@ -205,8 +205,10 @@ def train(arrivals: Sequence[tuple[float, int]], costs: Costs, set_up: SetUp) ->
     A replica that is free trains what waits, the largest groups first, up to a window, and at most its share of what
     is left of the batch, so that all end together.
     """
-    free_at = [(0.0, replica) for replica in range(set_up.num_replicas)]
-    busy_s = [0.0] * set_up.num_replicas
+    # A group is trained by one of them.
+    num_replicas = max(1, min(set_up.num_replicas, len(arrivals)))
+    free_at = [(0.0, replica) for replica in range(num_replicas)]
+    busy_s = [0.0] * num_replicas
     coming = deque(sorted(arrivals))
     waiting: list[int] = []
     """A heap of -rows."""
@@ -221,7 +223,7 @@ def train(arrivals: Sequence[tuple[float, int]], costs: Costs, set_up: SetUp) ->
         rows = -heapq.heappop(waiting)
         # Replicas that are free at the same time have the same.
         if at_s != shared_s:
-            share, shared_s = left / set_up.num_replicas, at_s
+            share, shared_s = left / num_replicas, at_s
         while waiting and rows - waiting[0] <= min(set_up.window_rows, share):
             rows -= heapq.heappop(waiting)
         took_s = costs.window_s + rows * costs.row_s

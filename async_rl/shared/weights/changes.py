@@ -74,7 +74,7 @@ def encode(before_N: torch.Tensor, now_N: torch.Tensor) -> tuple[int, list[torch
     num_changed = int(differs_N.count_nonzero())
     by_places = num_changed * (PLACE_BYTES + size) if num_words <= MOST_WORDS else num_words * size
     by_bits = -(-num_words // 8) + num_changed * size
-    if min(by_places, by_bits) >= num_words * size:
+    if min(by_places, by_bits) >= num_words * size or num_changed > MOST_WORDS + BITS:
         return WHOLE, [_padded(now_N.view(torch.uint8).clone())]
     if by_places <= by_bits:
         places_C = differs_N.nonzero().view(-1)

@@ -84,8 +84,9 @@ def _cut(
         yield bucket
 
 
-GO, CHANGES = "go", "changes "
-"""What the sender says when it begins: it sends all, or so many bytes of changes."""
+WAIT, GO, CHANGES = "wait", "go", "changes "
+"""What the sender says: it looks for changes, and says something again in time; it sends all, or so many bytes of
+changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class WeightGroup:
         self._store = store
         self._world_size = world_size
         self._timeout_s = timeout_s
-        self._num_updates = 0
+        self._num_updates = self._num_words = 0
         self.num_bytes_sent = 0
         """Sender: of the last stream, to each receiver."""
         self._num_bytes_of_changes: int | None = None
@@ -179,9 +180,12 @@ class WeightGroup:
         self._num_updates += 1
         try:
             self._store.set(self._ready(rank), holds)
-            # Not in the broadcast, whose time would run out here while another member hangs.
-            self._store.wait([self._go()], timedelta(seconds=ACCEPTANCE_TIMEOUTS * self._timeout_s))
-            said = self._store.get(self._go()).decode()
+            said, self._num_words = WAIT, 0
+            while said == WAIT:
+                # Not in the broadcast, whose time would run out here while another member hangs.
+                self._store.wait([self._word()], timedelta(seconds=ACCEPTANCE_TIMEOUTS * self._timeout_s))
+                said = self._store.get(self._word()).decode()
+                self._num_words += 1
             self._num_bytes_of_changes = int(said.removeprefix(CHANGES)) if said.startswith(CHANGES) else None
         except PublishError as error:
             raise PublishError(f"the weight broadcast broke: {error}") from error
@@ -206,6 +210,7 @@ class WeightGroup:
                 sent what changed.
         """
         self._num_updates += 1
+        self._num_words = 0
         try:
             if last is None:
                 return self._send_all(stream, bucket_bytes)
@@ -227,7 +232,7 @@ class WeightGroup:
     ) -> str:
         device = self._collectives.device
         fingerprint = fingerprint_on(device)
-        self._store.set(self._go(), GO)
+        self._say(GO)
 
         def take(items: Sequence[tuple[TensorSpec, torch.Tensor]], parts: Sequence[torch.Tensor]) -> None:
             for (spec, _), part in zip(items, parts, strict=True):
@@ -253,7 +258,11 @@ class WeightGroup:
         numbers: list[int] = []
         parts: list[torch.Tensor] = []
         room = last.num_bytes * WORTH
+        said_s = time.monotonic()
         for spec, tensor in stream:
+            if time.monotonic() - said_s > self._timeout_s / 2:
+                self._say(WAIT)
+                said_s = time.monotonic()
             part = _bytes_of(tensor, device)
             fingerprint.add(spec, part)
             number, changed = last.replace(spec, part)
@@ -268,7 +277,7 @@ class WeightGroup:
             return self._send_all(last.tensors(specs), bucket_bytes)
         data = torch.cat([front(numbers, device), *parts])
         parts.clear()
-        self._store.set(self._go(), f"{CHANGES}{data.numel()}")
+        self._say(f"{CHANGES}{data.numel()}")
         self._broadcast_one(data, bucket_bytes)
         return fingerprint.hexdigest()
 
@@ -331,8 +340,13 @@ class WeightGroup:
         self._broadcast_one(data, bucket_bytes)
         return data
 
-    def _go(self) -> str:
-        return f"update/{self._num_updates}/go"
+    def _say(self, word: str) -> None:
+        self._store.set(self._word(), word)
+        self._num_words += 1
+
+    def _word(self) -> str:
+        """The key of what the sender says next of the present update."""
+        return f"update/{self._num_updates}/word/{self._num_words}"
 
     def _ready(self, rank: int, later: int = 0) -> str:
         """Of the present update, or of a later one."""

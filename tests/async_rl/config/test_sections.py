@@ -226,6 +226,7 @@ def test_a_switch_that_is_off_keeps_its_settings(config_file: Path) -> None:
     ("settings", "message"),
     [
         (["--inference.engine=vllm"], r"inference\.engine is 'vllm', which .* set publish\.transport to 'broadcast'"),
+        (["--publish.canary=always"], r"publish\.canary is 'always', which changes all .* to 'first', or publish"),
         (["--run.placement=shared"], r"publish\.transport is 'changes'.*refuse a group with two ranks on one device"),
     ],
 )

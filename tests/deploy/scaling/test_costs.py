@@ -113,6 +113,25 @@ def test_other_set_ups_take_what_they_would_have_taken(measured: Measured, other
         assert found == pytest.approx(expected, rel=0.05)
 
 
+def test_what_the_records_do_not_tell_apart_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each response has the limit's length, so a step always has as many: its cost may be the step's or theirs."""
+    path = tmp_path / "run"
+    write_run(path, random.Random(0), SetUp(1, 1, 1000, 2048))
+    rows = [json.loads(line) for line in (path / "timeline.jsonl").read_text().splitlines()]
+    noise = random.Random(1)
+    for row in rows:
+        finished_s = COSTS.publish_s + 20 * (COSTS.step_s + 96 * COSTS.token_s) + noise.uniform(0.0, 0.02)
+        row |= {
+            "num_response_tokens": 80,
+            "longest_rollout_tokens": 20,
+            "num_prompt_tokens": 30,
+            "finished_s": finished_s,
+        }
+    (path / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(measure(path).others) > 1
+    assert output_of(capsys, path, "--instances", 4)[1].count(" s to ") >= 1
+
+
 def test_a_line_is_that_of_least_squares_and_never_falls_below_zero() -> None:
     assert line([(1, 5.0), (2, 7.0), (4, 11.0)]) == pytest.approx((3.0, 2.0))
     assert line([(3, 6.0), (3, 8.0)]) == pytest.approx((0.0, 7 / 3))
@@ -129,12 +148,19 @@ def test_factors_that_are_not_negative_are_those_of_least_squares() -> None:
         return [sum(f * column[i] for f, column in zip(factors, columns, strict=True)) for i in range(50)]
 
     exact = [7.0, 0.3, 2e-4, 5e-7]
-    assert least_squares(columns, total(exact)) == pytest.approx(exact, rel=1e-4)
+    assert least_squares(columns, total(exact))[0] == pytest.approx(exact, rel=1e-4)
     # The nearest ones have none of the second.
-    found = least_squares(columns, total([7.0, -0.3, 2e-4, 5e-7]))
+    found = least_squares(columns, total([7.0, -0.3, 2e-4, 5e-7]))[0]
     assert min(found) >= 0 and found[1] == 0
-    assert sum(least_squares([[1.0, 2.0], [1.0, 2.0]], [3.0, 6.0])) == pytest.approx(3.0)
-    assert least_squares([[0.0, 0.0]], [3.0, 6.0]) == [0.0]
+    assert all(sum(each) == pytest.approx(3.0) for each in least_squares([[1.0, 2.0], [1.0, 2.0]], [3.0, 6.0])[:3])
+    assert least_squares([[0.0, 0.0]], [3.0, 6.0])[0] == [0.0]
+
+
+def test_numbers_of_any_size_end_soon(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert output_of(capsys, run_dir, "--replicas", 10**9, "--instances", 10**9)[0] == 0
+    for name in ("--prompts", "--responses"):
+        code, _, said = output_of(capsys, run_dir, name, 10**9)
+        assert code == 2 and "responses: expected at most 200,000; ask for fewer --prompts or --responses" in said
 
 
 def output_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -194,6 +220,14 @@ def with_rows(change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Callable
     return break_it
 
 
+def with_metrics(**changes: Any) -> Callable[[Path], None]:
+    def break_it(path: Path) -> None:
+        records = [json.loads(line) | changes for line in (path / "metrics.jsonl").read_text().splitlines()]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    return break_it
+
+
 def with_config(section: str, **changes: Any) -> Callable[[Path], None]:
     def break_it(path: Path) -> None:
         config = json.loads((path / "config.json").read_text())
@@ -212,6 +246,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "interrupted groups": (with_rows(lambda row: {"attempts": 1 + row["index"] % 2}), "has 0 iterations"),
     "no times": (with_rows(lambda row: {"finished_s": None}), "has 0 iterations"),
     "no numbers": (with_rows(lambda row: {"num_prompt_tokens": "many"}), "has 0 iterations"),
+    "impossible times": (with_metrics(seconds=1e308), "has 0 iterations"),
+    "impossible numbers": (with_metrics(num_instances=1e308), "has 0 iterations"),
+    "an impossible size": (with_config("trainer", pipeline_parallel=10**300), "has no config.json of a run"),
     "negative": (with_rows(lambda row: {"num_response_tokens": -5}), "has 0 iterations"),
 }
 

@@ -1,5 +1,6 @@
 """An instance that holds what was sent last is sent what changed; in any doubt it is sent all, and serves the same."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,33 @@ def test_after_a_stream_that_broke_all_is_sent(
     assert "broke" in call.result()["error"]["message"]
     assert last.fingerprint is None
     assert Publishes(trainer_side([server]), server, model, reference, last).publish() == 1
+
+
+def test_changes_that_take_long_to_find_are_waited_for(
+    server: Any, trainer_side: Any, model: torch.nn.Module, reference: Callable[..., list[float]]
+) -> None:
+    """More than both of an instance's timeouts: the sender has begun, and says so."""
+    last = LastSent()
+    side = trainer_side([server], timeout_s=1.0)
+    publishes = Publishes(side, server, model, reference, last)
+    publishes.publish()
+    change(model)
+    stream = side.stream(model)
+
+    def slowly() -> Any:
+        for number, item in enumerate(stream):
+            time.sleep(0.7 if number < 5 else 0.0)
+            yield item
+
+    server.client.post("/pause", params={"mode": "keep"}).raise_for_status()
+    server.post("/start_weight_update")
+    (call,) = side.call_update(stream)
+    side.group.send(slowly(), 20_000, last)
+    call.result()
+    assert side.group.num_bytes_sent < 0.3 * publishes.whole
+    server.post("/finish_weight_update", {"weight_version": "slow"})
+    server.post("/resume")
+    publishes.require_served("slow")
 
 
 def test_one_that_has_read_the_snapshot_of_what_was_sent_holds_it_too(
