@@ -63,7 +63,7 @@ def test_lora_sets_adapters_and_a_rate_for_them_that_can_be_set_otherwise() -> N
     kind, words = KINDS["smollm2"], [*adapter_words("smollm2"), "--optimizer.learning_rate=1e-4"]
     full, adapted, other = (load_config(kind.config, each) for each in ((), words[:2], words))
     assert adapted.adapter.rank == 16 and adapted.adapter.targets == ("all-linear",) and not full.adapter.is_given
-    assert adapted.optimizer.learning_rate == pytest.approx(10 * full.optimizer.learning_rate)
+    assert adapted.optimizer.learning_rate == pytest.approx(20 * full.optimizer.learning_rate)
     assert other.optimizer.learning_rate == 1e-4
     with pytest.raises(ConfigError, match=r"--lora is for smollm2: the model of spelling is small enough"):
         adapter_words("spelling")
