@@ -57,9 +57,9 @@ IN_PEFT = {"rank": "r", "alpha": "lora_alpha", "targets": "target_modules"}
 """Key of `[adapter]` -> that of adapter_config.json."""
 
 PATTERNS = ("rank_pattern", "alpha_pattern")
+"""Keys whose patterns give some layers another rank or alpha; peft writes patterns that match no layer, too."""
 PLAIN = re.compile(r"(\^?\.\*)?[\w.^$\\-]{1,500}")
 """What names of layers have as patterns: another one may take for ever to match."""
-"""Keys whose patterns give some layers another rank or alpha; peft writes patterns that match no layer, too."""
 
 
 def require_adapters(config: Config, files: ModelFiles) -> None:

@@ -264,8 +264,9 @@ def require_resumable(config: Config) -> None:
         return
     try:
         content = json.loads((newest / MANIFEST).read_bytes())["content"]
-        saved, before = content["config"], content.get("contents", {}).get("shape", {})
-    except (OSError, ValueError, LookupError, TypeError):
+        saved = {section: dict(keys) for section, keys in content["config"].items()}
+        before = dict(content.get("contents", {}).get("shape", {}))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         # The trainer says what is wrong with it, and which one is whole.
         return
     places = {*_PLACES, "algorithm.name"} if config.algorithm.is_own else _PLACES

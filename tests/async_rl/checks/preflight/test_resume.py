@@ -80,7 +80,17 @@ def test_another_config_of_the_same_weights_is_named(config: Configure, tmp_path
         require_resumable(config())
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"content": 5}', b'{"content": {"contents": 3}}', b"\xff"])
+BROKEN = (
+    *(b"", b"[]", b"\xff", b"[" * 10**5, b'{"content": 5}', b'{"content": {"contents": 3}}'),
+    *(
+        b'{"content": {"config": 5}}',
+        b'{"content": {"config": {"run": 5}}}',
+        b'{"content": {"config": {}, "contents": null}}',
+    ),
+)
+
+
+@pytest.mark.parametrize("content", BROKEN)
 def test_a_broken_checkpoint_is_left_to_the_trainer(config: Configure, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "run" / "checkpoints" / "iteration-000003" / "manifest.json").write_bytes(content)
     require_resumable(config(adapter={"rank": 4}))
