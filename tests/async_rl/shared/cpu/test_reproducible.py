@@ -37,7 +37,6 @@ def check(cpu_info: Path, **variables: str) -> "subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_kernels_for_processors_of_intel_are_chosen_and_others_refused(tmp_path: Path) -> None:
