@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from benchmarks.common.random_model import SIZES, save_random_qwen3, save_word_tokenizer
-from deploy.scaling.__main__ import Batches
+from deploy.scaling.batches import Batches
 from deploy.scaling.costs import Measured, measure
 from deploy.scaling.simulation import SetUp
 

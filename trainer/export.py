@@ -94,6 +94,7 @@ def export_run(options: argparse.Namespace) -> Path:
         try:
             run(checkpoint, options.to, options.model, merges=options.merge)
         except Exception as error:
+            # Whatever reading of missing files ends in; all else goes on as it is.
             if checkpoint.is_dir():
                 raise
             newest = newest_checkpoint(checkpoint.parent)

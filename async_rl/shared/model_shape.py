@@ -105,8 +105,7 @@ class ModelShape:
             ConfigError: a family or a feature is not supported, a size is missing or no positive integer, or heads do
                 not divide.
         """
-        family = family_of(config, named)
-        traits = TABLE[family]
+        traits = TABLE[family := family_of(config, named)]
 
         def size(*keys: str, default: int | None = None, most: int = LARGEST_SIZE) -> int:
             value = next((config[key] for key in keys if key in config), default)

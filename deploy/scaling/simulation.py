@@ -80,7 +80,8 @@ class Outcome:
     rollout_s: float
     train_s: float
     wait_s: float
-    num_response_tokens: int
+    num_response_tokens: float
+    """Of trained groups; a mean of several iterations may be no whole number."""
 
     @property
     def tokens_per_s(self) -> float:

@@ -197,8 +197,8 @@ class WeightReceiver:
             raise PublishError("no weight group: call /init_weight_transfer_engine before /update_weights")
         is_complete = False
         try:
-            can_change = all(spec.name in into and into[spec.name].is_contiguous() for spec in specs)
-            self._group.announce(self._info.rank_offset, holds if holds is not None and can_change else "")
+            is_there = holds and all(spec.name in into and into[spec.name].is_contiguous() for spec in specs)
+            self._group.announce(self._info.rank_offset, holds if holds and is_there else "")
             yield from self._group.receive(specs, self._info.bucket_bytes, into)
             is_complete = True
         finally:

@@ -3,11 +3,10 @@
 What is compared, and what may change: `async_rl/checks/preflight/resume.py`.
 """
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from async_rl.checks.preflight import resume
-from async_rl.checks.preflight.resume import Contents
 from async_rl.config.sections import Config
 from async_rl.method.algorithms import ALGORITHMS
 
@@ -20,12 +19,5 @@ def settings_of_algorithm(config: Config) -> dict[str, Any]:
     return options | {f"algorithm.{name}": getattr(algorithm, name) for name in names}
 
 
-def require_same_run(
-    saved: dict[str, Any],
-    config: Config,
-    checkpoint: str,
-    saved_contents: Mapping[str, Any] | None = None,
-    contents: Contents | None = None,
-) -> None:
-    """As `resume.require_same_run`, of every setting."""
-    resume.require_same_run(saved, config, checkpoint, saved_contents, contents, settings_of_algorithm)
+require_same_run = partial(resume.require_same_run, of_algorithm=settings_of_algorithm)
+"""Of every setting, those of the algorithm among them."""

@@ -150,14 +150,15 @@ def require_same_run(
     checkpoint: str,
     saved_contents: Mapping[str, Any] | None = None,
     contents: Contents | None = None,
-    of_algorithm: OfAlgorithm | None = None,
+    *,
+    of_algorithm: OfAlgorithm,
 ) -> None:
     """Checks that a checkpoint with the config `saved` (as JSON) is one of a run with `config`.
 
     Args:
-        of_algorithm: see `setting_changes`.
         saved_contents: the run's contents when it was saved, as JSON; without them, settings alone are compared.
         contents: the run's contents now.
+        of_algorithm: see `setting_changes`.
 
     Raises:
         ConfigError: it is not one, and `run.accept_changes` is not set; names everything that differs.

@@ -24,7 +24,7 @@ class Offer:
     names: Sequence[str] = ()
     """Of all weights, those below adapters that are published alone."""
     num_bytes: int | None = None
-    """That instances received; None for all of the stream."""
+    """That each instance received; None where it reads the whole stream from a file."""
 
 
 class Admission:

@@ -96,7 +96,7 @@ class Sent:
     """What an instance finds that reads the file: another one than the stream's, if that was sent between devices."""
     problem: str | None = None
     num_bytes: int | None = None
-    """That went to each instance, where it was not all of a model."""
+    """That went to each instance; None of a stream that was written only."""
 
 
 class Sender(Protocol):

@@ -47,14 +47,14 @@ class LastSent:
             kept.copy_(data)
 
     def replace(self, spec: TensorSpec, data: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
-        """Keeps `data`, and returns what changed: the number for the front, and parts, each uint8 [its bytes]."""
+        """Keeps `data`, and returns what changed: the number for the front, and parts, each uint8 [its bytes].
+
+        A part may be what is kept, and is right until the tensor is replaced again.
+        """
         before = self._bytes.get(spec)
-        if before is None:
-            self.keep(spec, data)
-            return WHOLE, [_padded(data.clone())]
-        changed = encode(words_of(spec, before), words_of(spec, data))
-        before.copy_(data)
-        return changed
+        changed = (WHOLE, []) if before is None else encode(words_of(spec, before), words_of(spec, data))
+        self.keep(spec, data)
+        return changed if changed[0] != WHOLE else (WHOLE, [_padded(self._bytes[spec])])
 
     def tensors(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
         """The bytes that are kept, uint8 [num_bytes] each, in this order."""
@@ -68,14 +68,14 @@ def words_of(spec: TensorSpec, data: torch.Tensor) -> torch.Tensor:
 
 
 def encode(before_N: torch.Tensor, now_N: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
-    """See `LastSent.replace`."""
+    """See `LastSent.replace`; without parts where all are sent."""
     differs_N = before_N != now_N
     num_words, size = now_N.numel(), now_N.element_size()
     num_changed = int(differs_N.count_nonzero())
     by_places = num_changed * (PLACE_BYTES + size) if num_words <= MOST_WORDS else num_words * size
     by_bits = -(-num_words // 8) + num_changed * size
     if min(by_places, by_bits) >= num_words * size or num_changed > MOST_WORDS + BITS:
-        return WHOLE, [_padded(now_N.view(torch.uint8).clone())]
+        return WHOLE, []
     if by_places <= by_bits:
         places_C = differs_N.nonzero().view(-1)
         return num_changed, [places_C.to(torch.int32).view(torch.uint8), _padded(now_N[places_C].view(torch.uint8))]

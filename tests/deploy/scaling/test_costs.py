@@ -267,14 +267,17 @@ def test_odd_values_in_records_are_no_traceback(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(costs, "NUM_ROUNDS", 1)
     write_run(tmp_path / "run", random.Random(0), num_iterations=6)
     before = (tmp_path / "run" / "timeline.jsonl").read_text()
+    refused = set()
     for name in json.loads(before.splitlines()[0]):
         for value in (None, True, "x", -1, 0, 1e308, [], {}):
             (tmp_path / "run" / "timeline.jsonl").write_text(before)
             with_rows(lambda row, name=name, value=value: {name: value} if row["index"] == 3 else {})(tmp_path / "run")
             try:
                 measure(tmp_path / "run")
-            except ConfigError:
-                continue
+            except ConfigError as error:
+                assert "has 0 iterations to plan with" in str(error)
+                refused.add(name)
+    assert {"num_prompt_tokens", "num_turns", "attempts", "started_s"} <= refused and "index" not in refused
 
 
 def test_groups_that_a_selection_left_out_are_sampled_and_not_trained(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from async_rl.checks.preflight.resume import Contents
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.file import parse_config
 from async_rl.config.reward_section import RewardSection
@@ -15,7 +16,7 @@ from async_rl.errors import ConfigError
 from async_rl.rollouts.data.prompt_table import PromptTable
 from async_rl.rollouts.rewards.identity import reward_identity
 from async_rl.shared.programs.user_file import file_identity
-from trainer.checkpoint.compatibility import Contents, require_same_run
+from trainer.checkpoint.compatibility import require_same_run
 
 
 def config(**sections: dict[str, Any]) -> Config:
