@@ -27,6 +27,7 @@ AsyncRLError
 ├── PublishError                    weights could not be transferred to any instance
 │   └── WeightsRefused              every instance refuses them, or computes otherwise with them
 ├── RewardError                     a reward raised, hung or returned something else than one float per response
+├── NodeFailed                      a node of the pipeline raised, hung or returned something else than it writes
 ├── RolloutFailed                   a rollout program raised, exited or generated nothing, too often
 ├── SandboxFailed                   a sandbox did not start or end
 ├── RolloutLost                     the rollout of a prompt ended without a group and without an error
@@ -182,6 +183,10 @@ class RewardError(AsyncRLError):
 
 class SandboxFailed(AsyncRLError):
     """An isolated process did not start, or did not end when it was killed; not a fault of the program in it."""
+
+
+class NodeFailed(AsyncRLError):
+    """A node of `pipeline.nodes` raised, hung or returned something else; the message names node, prompt and attempt."""
 
 
 class RolloutFailed(AsyncRLError):

@@ -11,7 +11,8 @@ import torch
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.train_section import TrainSection
 from async_rl.errors import ConfigError
-from async_rl.method.algorithms import Algorithm, LossSum, Needs
+from async_rl.method.algorithms import Algorithm, LossSum, Needs, Rollouts
+from async_rl.method.algorithms.policy_gradient import PolicyGradient
 from async_rl.method.types import Group
 from trainer.batching.group_slice import num_rows
 
@@ -57,6 +58,33 @@ def require_of_rollouts(algorithm: Algorithm, method: str, returned: torch.Tenso
     if not fits:
         _refuse(algorithm, f"{method}() of group {group.index}", returned, f"{size} finite numbers, float64 [{size}]")
     return returned
+
+
+def require_read(algorithm: Algorithm, group: Group) -> None:
+    """
+    Raises:
+        ConfigError: nodes of the pipeline say something of the group's tokens, and the algorithm, a user's own one, has
+            a loss of its own, which need not read it.
+    """
+    first = group.responses[0]
+    said = [name for name in ("token_weights", "token_rewards") if getattr(first, name) is not None]
+    if said and getattr(type(algorithm), "loss_sum", None) is not PolicyGradient.loss_sum:
+        raise ConfigError(
+            f"pipeline.nodes write {' and '.join(said)}, but algorithm {type(algorithm).__name__} has a loss_sum of its "
+            "own: leave the nodes out, or inherit the loss of PolicyGradient"
+        )
+
+
+def require_left_out(algorithm: Algorithm, rollouts: Rollouts, weights_G: torch.Tensor) -> None:
+    """
+    Raises:
+        ConfigError: a rollout that a node of the pipeline leaves out counts.
+    """
+    if any(weight == 0 and own > 0 for weight, own in zip(rollouts.weights, weights_G.tolist(), strict=False)):
+        raise ConfigError(
+            f"pipeline.nodes write rollout_weights, but algorithm {type(algorithm).__name__} gives a rollout of weight 0 "
+            "another one: its weights() has to multiply its own by `rollouts.weights`"
+        )
 
 
 def require_loss(algorithm: Algorithm, returned: LossSum, *, is_trained: bool) -> LossSum:

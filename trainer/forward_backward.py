@@ -17,7 +17,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from async_rl.loop import Window
-from async_rl.method.algorithms import Rollouts
 from async_rl.method.token_arrays import Logprobs, TokenIds
 from async_rl.method.types import UNPROVEN, Group, Prompt, Response
 from async_rl.shared.cpu.exact import ROW_MULTIPLE
@@ -87,14 +86,14 @@ def make_passes(window: Window, parallel: Parallel, temperature: float, max_toke
     ]
 
 
-def by_gradient(window: Window, has_gradient: Callable[[Rollouts], bool]) -> tuple[Window, Window]:
+def by_gradient(window: Window, has_gradient: Callable[[Group], bool]) -> tuple[Window, Window]:
     """The groups that have a gradient and those that have none, in their original micro-batches.
 
     Micro-batches are not repacked, so that they depend on the order of training only, not on what was ready at what
     time.
     """
     parts = [
-        [[group for group in groups if has_gradient(Rollouts.of(group)) == wanted] for groups in window]
+        [[group for group in groups if has_gradient(group) == wanted] for groups in window]
         for wanted in (True, False)
     ]
     with_gradient, without = ([groups for groups in part if groups] for part in parts)

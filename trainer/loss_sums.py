@@ -6,6 +6,7 @@ Shape legend: G responses and N sampled tokens of one micro-batch.
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
+from typing import Literal
 
 import torch
 
@@ -15,7 +16,7 @@ from async_rl.method.algorithms.log_ratio import KLEstimator, kl_terms
 from async_rl.method.group_proof import GroupProof
 from async_rl.method.pieces import counts_group
 from async_rl.method.types import Group
-from trainer.algorithm_checks import ENTROPY, require_loss, require_of_rollouts
+from trainer.algorithm_checks import ENTROPY, require_left_out, require_loss, require_of_rollouts, require_read
 from trainer.batching.group_codec import joined_tensor
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_device, to_host
@@ -41,15 +42,18 @@ class LossSums:
             totals: those of the batch, where the algorithm needs them.
 
         Raises:
-            ConfigError: the algorithm, a user's own one, returns no advantages or weights.
+            ConfigError: the algorithm, a user's own one, returns no advantages or weights, or does not use what nodes of
+                the pipeline write.
         """
         for group in groups:
+            require_read(self._algorithm, group)
             rollouts = Rollouts.of(group, kl.get(group.index))
             returned = {
                 "advantages": self._algorithm.advantages(rollouts, totals),
                 "weights": self._algorithm.weights(rollouts),
             }
             checked = [require_of_rollouts(self._algorithm, *each, group) for each in returned.items()]
+            require_left_out(self._algorithm, rollouts, checked[1])
             self._of_groups[group.index] = torch.stack(checked)
             if counts_group(group):
                 self._append({f"total/{name}": value for name, value in self._algorithm.sums(rollouts).items()})
@@ -91,6 +95,8 @@ class LossSums:
             teacher_logprobs_N,
             rollout_logprobs_N,
             advantages_N,
+            of_nodes(micro_batch, "token_weights", logprobs_N),
+            of_nodes(micro_batch, "token_rewards", logprobs_N),
         )
         responses = self.responses_of(micro_batch, logprobs_N)
         returned = self._algorithm.loss_sum(tokens, responses)
@@ -144,6 +150,16 @@ def sampled_logprobs(micro_batch: MicroBatch, like: torch.Tensor) -> torch.Tenso
     """The log-probs that the instances reported of a micro-batch's sampled tokens, [N], as `like` in type and place."""
     reported = (response.logprobs for part in micro_batch.slices for response in part.responses)
     return to_device(joined_tensor(reported, like.dtype), like.device)
+
+
+def of_nodes(
+    micro_batch: MicroBatch, name: Literal["token_weights", "token_rewards"], like: torch.Tensor
+) -> torch.Tensor | None:
+    """What nodes of the pipeline say of a micro-batch's sampled tokens, [N], as `like`; None if there is no such node."""
+    said = [getattr(response, name) for part in micro_batch.slices for response in part.responses]
+    if not said or said[0] is None:
+        return None
+    return to_device(joined_tensor(said, like.dtype), like.device)
 
 
 def rollout_kl(

@@ -10,6 +10,7 @@ from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, WriteFailed
 from async_rl.producer.client import Control
 from async_rl.rollouts.data.prompts import PromptSource
+from async_rl.config.pipeline_section import NODE
 from async_rl.rollouts.rewards.identity import reward_identity
 from async_rl.shared.programs.user_command import COMMAND
 from async_rl.shared.programs.user_file import PREFIX, file_identity
@@ -82,8 +83,9 @@ def contents_of(config: Config, loaded: Mapping[str, Any], algorithm: str) -> Co
 
 
 def _scoring_identity(config: Config) -> str:
-    """Of the reward and of the rollout program: of its file, or of a command its words."""
-    reward, program = reward_identity(config.reward), config.rollout.program
+    """Of the reward and of the nodes after it, and of the rollout program: of its file, or of a command its words."""
+    nodes = [f", node {node.name}: {file_identity(NODE, node.function)}" for node in config.pipeline.nodes]
+    reward, program = reward_identity(config.reward) + "".join(nodes), config.rollout.program
     if program.startswith(COMMAND):
         return f"{reward}, rollouts by {program}"
     if not program.startswith(PREFIX):

@@ -33,6 +33,7 @@ from async_rl.method.pieces import counts_group
 from async_rl.method.proof.gap_limits import noise_limits
 from async_rl.method.step_stats import StepStats, highest
 from async_rl.method.training_order import TrainingOrder
+from async_rl.method.types import Group
 from async_rl.records.throughput import ModelSize, TrainingPool
 from trainer.algorithm_checks import (
     require_denominator,
@@ -188,7 +189,7 @@ class MegatronTrainer:
         self.turns.onload()
         for frozen in self._frozen:
             frozen.prefetch()
-        with_gradient, without = by_gradient(window, self._algorithm.has_gradient)
+        with_gradient, without = by_gradient(window, self._has_gradient)
         trained, untrained = self._passes(with_gradient), self._passes(without)
         passes = [*trained, *untrained]
         ref_logprobs = logprobs_of(self.models.reference, passes, self.device_watch.each)
@@ -212,6 +213,12 @@ class MegatronTrainer:
                 a_pass.forward(policy, loss_of)
         self._sums.note_untrained(sum(counts_group(group) for groups in without for group in groups))
         return self._sums.take_rows(groups) if self._parallel.reports else []
+
+    def _has_gradient(self, group: Group) -> bool:
+        """Whether a group has any gradient: by its rewards, or by what a node of the pipeline adds to its tokens'."""
+        if group.responses[0].token_rewards is not None:
+            return True
+        return self._algorithm.has_gradient(Rollouts.of(group))
 
     def score(self, prompt_token_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of each response's tokens under the current policy, after temperature, as rollouts report them.

@@ -88,12 +88,21 @@ class AlgorithmSection(Section):
         return read_options("algorithm", self.name, options, CriticOptions)
 
     @property
+    def needs_reference(self) -> bool:
+        """Whether a built-in algorithm compares with the initial policy (`Needs.reference`)."""
+        return self.kl_coef > 0 or self.traits.reference
+
+    @property
+    def is_scaled_by_batch(self) -> bool:
+        """Whether a built-in algorithm divides advantages by a deviation over the batch."""
+        return self.traits.scaled_by_batch if self.scale_by_std is None else self.scale_by_std == "batch"
+
+    @property
     def waits_for_batch(self) -> bool:
         """Whether a built-in algorithm needs a batch's totals before the first advantage (`Needs.totals`)."""
-        is_scaled = self.traits.scaled_by_batch if self.scale_by_std is None else self.scale_by_std == "batch"
         # The deviation divides the surrogate only: a sum that holds other terms cannot be divided by it later.
         adds_terms = self.entropy_coef > 0 or (self.kl_coef > 0 and self.kl_in == "loss") or self.teacher is not None
-        return self.traits.totals or (is_scaled and adds_terms)
+        return self.traits.totals or (self.is_scaled_by_batch and adds_terms)
 
     @model_validator(mode="after")
     def _is_known(self) -> "AlgorithmSection":

@@ -65,6 +65,7 @@ class Traits:
     `options` are its `[algorithm.options]`, `unused` the settings that have no effect on it. `totals`, `whole_groups`
     and `values` are as in `algorithms.base.Needs`, whatever the settings are; with `scaled_by_batch` the
     default of `scale_by_std` is "batch". `single_rollouts`: it learns from one, and compares none of a prompt.
+    `reference`: it has a reference policy whatever `kl_coef` is.
     """
 
     cls: str = ""
@@ -75,6 +76,7 @@ class Traits:
     whole_groups: bool = False
     values: bool = False
     single_rollouts: bool = False
+    reference: bool = False
 
 
 TRAITS: Mapping[str, Traits] = {
@@ -95,6 +97,7 @@ TRAITS: Mapping[str, Traits] = {
         "OnlineDPO",
         options=OnlineDPOOptions,
         whole_groups=True,
+        reference=True,
         unused=(
             *("kl_coef", "kl_estimator", "kl_in", "entropy_coef", "teacher", "teacher_coef"),
             *("importance", "importance_high"),

@@ -17,6 +17,8 @@ from async_rl.config.algorithm_traits import GDPOOptions
 from async_rl.config.cluster_section import ClusterSection
 from async_rl.config.evaluation_section import EvaluationSection
 from async_rl.config.keys import as_toml
+from async_rl.config.pipeline import pipeline_of
+from async_rl.config.pipeline_section import PipelineSection
 from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.prompts_section import PromptsSection
 from async_rl.config.reward_section import RewardSection
@@ -121,6 +123,7 @@ class Config(Section):
     pool: PoolSection = Field(default_factory=PoolSection)
     publish: PublishSection = Field(default_factory=PublishSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    pipeline: PipelineSection = Field(default_factory=PipelineSection)
     adapter: AdapterSection = Field(default_factory=AdapterSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     train: TrainSection
@@ -237,6 +240,7 @@ class Config(Section):
             self._whole_groups_fit_a_micro_batch,
             self._groups_can_be_compared,
             self._instances_have_a_range,
+            self._nodes_fit_together,
             self._adapters_find_their_base,
             self._settings_have_an_effect,
         )
@@ -368,6 +372,12 @@ class Config(Section):
                 f"cluster.max_instances is {self.cluster.max_instances}, but inference.num_instances, the least, is "
                 f"{self.inference.num_instances}: raise the one or lower the other"
             )
+
+    def _nodes_fit_together(self) -> Iterator[str]:
+        try:
+            pipeline_of(self)
+        except ConfigError as error:
+            yield str(error)
 
     def _adapters_find_their_base(self) -> Iterator[str]:
         if self.publishes_adapters and self.run.placement == "turns":

@@ -62,6 +62,9 @@ class _ResponseHeader(msgspec.Struct):
     text: str | None
     num_routes: _Count | None = None
     num_prompt_routes: _Count | None = None
+    num_weights: _Count | None = None
+    num_rewards: _Count | None = None
+    """Of tokens, after the log-probs."""
 
 
 class _GroupHeader(msgspec.Struct):
@@ -87,7 +90,8 @@ def pack(
 ) -> tuple[list[Header], npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.uint16]]:
     """(header of each group, token ids int32 [T], rollout log-probs float32 [N], routes uint16 [R], if there are any).
 
-    A group's prompt precedes its responses, and a response's own prompt its tokens. `with_texts`: the texts of the
+    A group's prompt precedes its responses, and a response's own prompt its tokens; what nodes of the pipeline say of a
+    response's tokens follows its log-probs. `with_texts`: the texts of the
     responses, and all of the prompt with its row as JSON has it, which training needs none of.
     """
     tokens: list[TokenIds] = []
@@ -100,6 +104,7 @@ def pack(
                 tokens.append(response.prompt_ids)
             tokens.append(response.token_ids)
             logprobs.append(response.logprobs)
+            logprobs += [some for some in (response.token_weights, response.token_rewards) if some is not None]
             routes += [some for some in (response.prompt_routes, response.routes) if some is not None]
     headers = [msgspec.to_builtins(_header(group, with_texts)) for group in groups]
     return headers, _joined(tokens, TOKEN), _joined(logprobs, LOGPROB), _joined(routes, EXPERT)
@@ -187,6 +192,8 @@ def _response_header(response: Response, with_texts: bool) -> _ResponseHeader:
         text=response.text if with_texts else None,
         num_routes=None if response.routes is None else len(response.routes),
         num_prompt_routes=None if response.prompt_routes is None else len(response.prompt_routes),
+        num_weights=None if response.token_weights is None else len(response.token_weights),
+        num_rewards=None if response.token_rewards is None else len(response.token_rewards),
     )
 
 
@@ -199,7 +206,8 @@ def _sizes(headers: Sequence[_GroupHeader]) -> tuple[int, int, int]:
     num_tokens = sum(header.num_prompt for header in headers)
     num_tokens += sum((response.num_own_prompt or 0) + response.num_tokens for response in responses)
     num_routes = sum((response.num_prompt_routes or 0) + (response.num_routes or 0) for response in responses)
-    return num_tokens, sum(response.num_logprobs for response in responses), num_routes
+    num_logprobs = sum(each.num_logprobs + (each.num_weights or 0) + (each.num_rewards or 0) for each in responses)
+    return num_tokens, num_logprobs, num_routes
 
 
 class _Taker(Generic[V]):
@@ -260,6 +268,8 @@ def _response(header: _ResponseHeader, take: _Takers) -> Response:
         logprobs=take.logprob.take(header.num_logprobs),
         prompt_routes=None if header.num_prompt_routes is None else take.route.take(header.num_prompt_routes),
         routes=None if header.num_routes is None else take.route.take(header.num_routes),
+        token_weights=None if header.num_weights is None else take.logprob.take(header.num_weights),
+        token_rewards=None if header.num_rewards is None else take.logprob.take(header.num_rewards),
         text=header.text or "",
         finish_reason=header.finish_reason,
         weight_spans=header.weight_spans,

@@ -36,6 +36,7 @@ def _piece(group: Group, begin: int, end: int) -> Group:
         rollout_lengths=group.rollout_lengths,
         truncated=group.truncated,
         reward_parts=group.reward_parts,
+        weights=group.weights,
     )
     first, *others = [
         response for response, rollout in zip(group.responses, group.rollout_of, strict=True) if begin <= rollout < end

@@ -94,6 +94,9 @@ class Response:
     `routes` are those of its tokens but the last, as the instance that finished it computed them, where
     `train.router_replay` asks for them; a prompt's are `prompt_routes` of the group's first response that follows it.
 
+    `token_weights` multiply the loss of its sampled tokens, `token_rewards` are added to their advantages, where a node of
+    the pipeline writes them.
+
     Tokens and log-probs given as other sequences become arrays.
     """
 
@@ -110,6 +113,8 @@ class Response:
     turn_instances: tuple[tuple[str, int], ...] = ()
     routes: ExpertIds | None = None
     prompt_routes: ExpertIds | None = None
+    token_weights: Logprobs | None = None
+    token_rewards: Logprobs | None = None
 
     def __post_init__(self) -> None:
         if type(self.token_ids) is not TokenIds:
@@ -206,13 +211,15 @@ class RolloutFacts:
     """What the trainer needs to know of one rollout besides its responses and its reward.
 
     Its responses are the next `num_responses` of its group: one, and one more for each branch. `num_turns` counts
-    generations. `turn_rewards` are recorded only; the rollout's reward is what is trained.
+    generations. `turn_rewards` are recorded only; the rollout's reward is what is trained. `weight` is what a node of the
+    pipeline says that it counts.
     """
 
     num_responses: int = 1
     num_turns: int = 1
     status: Status = "completed"
     turn_rewards: tuple[float, ...] = ()
+    weight: float = 1.0
 
     @classmethod
     def single_turn(cls, response: Response) -> "RolloutFacts":
@@ -235,6 +242,7 @@ class WholeGroup:
     rollout_lengths: tuple[int, ...]
     truncated: tuple[bool, ...]
     reward_parts: RewardParts
+    weights: tuple[float, ...] = ()
 
 
 GroupKey = tuple[int, int]
@@ -301,6 +309,12 @@ class Group:
     def truncated(self) -> tuple[bool, ...]:
         """For each rollout, whether a limit ended it."""
         return tuple(facts.status == "truncated" for facts in self.rollouts)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """For each rollout, what a node of the pipeline says that it counts; empty if all count as one."""
+        weights = tuple(facts.weight for facts in self.rollouts)
+        return () if set(weights) == {1.0} else weights
 
     @property
     def rollout_of(self) -> tuple[int, ...]:

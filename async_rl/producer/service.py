@@ -43,6 +43,7 @@ from async_rl.rollouts.fleet.orders import ORDERS_FILE, Orders
 from async_rl.rollouts.fleet.server import FleetServer
 from async_rl.rollouts.groups.group_maker import GroupMaker
 from async_rl.rollouts.groups.prompt_length import require_len
+from async_rl.rollouts.nodes.maker import WithNodes
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.publish.admission import Admission
 from async_rl.rollouts.publish.canary import Canary
@@ -166,6 +167,8 @@ class ProducerService:
         loop.run(pool.wait_until_ready())
         pool.min_model_len = require_len(config.rollout, self._prompts.longest, pool.max_model_len)
         self._maker = make_group_maker(config, pool, self._tokenizer, self._reward, config.publish.master_address)
+        if config.pipeline.nodes:
+            self._maker = WithNodes(self._maker, config.pipeline.nodes)
         trackers = open_trackers(config.tracking, config.run.dir, first_iteration, config.model_dump(mode="json"))
         self._closing.callback(trackers.close)
         self._evaluator = self._make_evaluator(EvaluationRecorder(config.run.dir, self._require_lease, trackers))

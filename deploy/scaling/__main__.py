@@ -1,6 +1,7 @@
 """`async-rl plan RUN [--devices N]`: what limits a run, and how long its iterations would take with other pools.
 
-Reads the records of a run that goes on or is over. Exit codes: 0 success, 2 no such run, or not enough of it.
+Reads the records of a run that goes on or is over. `async-rl plan --graph CONFIG` shows what a config does with a group.
+Exit codes: 0 success, 2 no such run or config, or not enough of it.
 """
 
 import json
@@ -11,9 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from async_rl.errors import AsyncRLError
+from async_rl.config.file import load_config
+from async_rl.config.pipeline import pipeline_of
+from async_rl.config.sections import Config
+from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
 from async_rl.shared.programs.error_text import error_text
+from deploy.scaling import graph
 from deploy.scaling.batches import Batches, devices_of
 from deploy.scaling.costs import Measured, measure
 from deploy.scaling.simulation import ASSUMED, SCHEDULES, Outcome, SetUp
@@ -93,13 +98,31 @@ def json_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> dict[s
     }
 
 
+def show_graph(config: Path, overrides: Sequence[str], output: Path | None) -> None:
+    """
+    Raises:
+        ConfigError: the config is not usable, or the picture cannot be written.
+    """
+    pipeline = pipeline_of(load_config(config, overrides))
+    if output is None:
+        print(graph.text_of(pipeline))
+        return
+    try:
+        output.write_text(graph.svg_of(pipeline), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"-o {str(output)!r} cannot be written: {error.strerror}; name another file") from error
+
+
 def make_parser() -> Parser:
     parser = Parser(
         "async-rl plan",
         "Simulates a run's iterations with other numbers of instances and replicas, from what its records say.",
-        "RUN [OPTIONS]",
+        "RUN [OPTIONS], or async-rl plan --graph CONFIG [-o FILE.svg] [--section.key VALUE ...]",
+        Config,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run.dir of a run that goes on or is over")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run.dir of a run that goes on or is over; or a config")
+    parser.add_argument("--graph", action="store_true", help="show the stages of a group, of the config that is named")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="with --graph: where to draw them, as SVG")
     parser.add_argument("--devices", type=int, metavar="N", help="find the best split of so many among both pools")
     parser.add_argument("--instances", type=int, metavar="N", help="simulate so many; by default as many as now")
     parser.add_argument("--replicas", type=int, metavar="N", help="simulate so many; by default as many as now")
@@ -117,7 +140,12 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"--{name} is {value}: expected at least 1")
     if options.devices and (options.instances or options.replicas):
         parser.error("--devices finds the numbers of instances and replicas itself: leave these out")
+    if not options.graph and (options.output or parser.overrides):
+        parser.error(f"{'-o' if options.output else parser.overrides[0]} is for --graph CONFIG: add --graph")
     try:
+        if options.graph:
+            show_graph(options.run, parser.overrides, options.output)
+            return 0
         run = measure(options.run)
         batches = Batches(run, options.prompts, options.responses)
         set_ups = [run.set_up]

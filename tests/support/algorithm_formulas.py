@@ -81,9 +81,10 @@ class Written:
     def weight(self, group: RandomGroup, k: int) -> float:
         if self["mask_truncated"] and group.rollouts.truncated[k]:
             return 0.0
+        of_nodes = group.rollouts.weights[k] if group.rollouts.weights else 1.0
         if self["name"] == "pf_ppo":
-            return math.pow(abs(self.rewards(group)[k]), self["options"].get("power", 2.0))
-        return 1.0
+            return of_nodes * math.pow(abs(self.rewards(group)[k]), self["options"].get("power", 2.0))
+        return of_nodes
 
     def advantages(self, group: RandomGroup) -> list[float]:
         """Before the whole batch's part of it."""
@@ -126,8 +127,17 @@ class Written:
                 for k, value in enumerate(values)
                 for _ in range(group.rollouts.lengths[k] if self.weight(group, k) else 0)
             ]
-            scale = math.sqrt(stdev(tokens) ** 2 + 1e-8)
-            return [[(value - mean(tokens)) / scale for value in values] for values in found]
+            counts = [
+                self.weight(group, k)
+                for group in self.batch
+                for k, length in enumerate(group.rollouts.lengths)
+                for _ in range(length if self.weight(group, k) else 0)
+            ]
+            total = math.fsum(counts)
+            middle = math.fsum(n * x for n, x in zip(counts, tokens, strict=True)) / total
+            spread = math.fsum(n * (x - middle) ** 2 for n, x in zip(counts, tokens, strict=True)) / max(total - 1, 1)
+            scale = math.sqrt(spread + 1e-8)
+            return [[(value - middle) / scale for value in values] for values in found]
         if self["scale_by_std"] != "batch":
             return found
         scaled = found if self["name"] == "gdpo" else [self.rewards(group) for group in self.batch]
@@ -154,13 +164,16 @@ class Written:
         level = torch.exp((new - old).sum() / len(new)) if self["name"] == "gspo" else None
         for t in range(len(new)):
             value = advantage if tokens.advantages_N is None else float(tokens.advantages_N[t])
+            if tokens.rewards_N is not None:
+                value += float(tokens.rewards_N[t])
             if tokens.teacher_logprobs_N is not None:
                 value -= self["teacher_coef"] * float(new[t].detach() - tokens.teacher_logprobs_N[t])
             term = self.surrogate(new[t], old[t], value, level) * self.correction(tokens, t)
             if self["kl_coef"] and self["kl_in"] == "loss":
                 assert tokens.ref_logprobs_N is not None
                 term = term + self["kl_coef"] * self.kl(new[t], tokens.ref_logprobs_N[t])
-            yield term - self["entropy_coef"] * tokens.entropy_N[t]
+            term = term - self["entropy_coef"] * tokens.entropy_N[t]
+            yield term if tokens.weights_N is None else term * float(tokens.weights_N[t])
 
     def surrogate(
         self, new: torch.Tensor, old: torch.Tensor, advantage: float, level: torch.Tensor | None

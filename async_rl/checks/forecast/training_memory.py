@@ -361,8 +361,9 @@ def _frozen_parts(
         size = copies * adapter_parameters(config.adapter, model, shares) * WIDE_BYTES
         parts += [MemoryPart("old adapters", size, f"{copies} beside the same weights")] * (copies > 0)
         return parts + _teacher_part(teacher, shares, width)
-    if config.algorithm.kl_coef > 0:
-        parts.append(MemoryPart("reference", own, "algorithm.kl_coef is above 0"))
+    if config.algorithm.needs_reference:
+        why = "algorithm.kl_coef is above 0" if config.algorithm.kl_coef > 0 else "the algorithm has one"
+        parts.append(MemoryPart("reference", own, why))
     if config.algorithm.old_policy in ("model", "lagged"):
         parts.append(MemoryPart("old policy", own, f"algorithm.old_policy = {config.algorithm.old_policy!r}"))
     parts += _teacher_part(teacher, shares, width)

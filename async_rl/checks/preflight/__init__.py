@@ -18,7 +18,7 @@ from async_rl.checks.preflight.resume import require_resumable
 from async_rl.checks.preflight.reward import require_reward, require_time_for_tests
 from async_rl.checks.preflight.reward_rows import require_answers, require_columns, require_parts_of_rows
 from async_rl.checks.preflight.train_modes import require_exact, require_router_replay
-from async_rl.checks.preflight.user_file import require_algorithm, require_program
+from async_rl.checks.preflight.user_file import require_algorithm, require_nodes, require_program
 from async_rl.checks.preflight.vllm_models import require_vllm
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
@@ -83,6 +83,7 @@ def find_faults(
         note(lambda: require_prompts(config.prompts), is_of_place=True)
         note(lambda: require_time_for_tests(config))
         note(lambda: require_algorithm(config.algorithm))
+        note(lambda: require_nodes(config.pipeline))
         note(lambda: require_paths(config), is_of_place=True)
         note(lambda: require_resumable(config), is_of_place=True)
     return faults

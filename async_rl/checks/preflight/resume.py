@@ -92,6 +92,7 @@ def deciding_settings(config: Config, of_algorithm: OfAlgorithm | None) -> dict[
     mixture = settings["prompts.mixture"]
     settings["prompts.mixture"] = [{key: value for key, value in p.items() if key != "source"} for p in mixture]
     settings["prompts.mixture.source"] = [part["source"] for part in mixture]
+    settings["pipeline.nodes"] = [[node.name, list(node.reads), node.written] for node in config.pipeline.nodes]
     reward = config.reward
     settings |= _reward_settings("reward.", reward, reward) | {"reward.parts": list(reward.weights)}
     for part in reward.parts:

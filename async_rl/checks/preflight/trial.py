@@ -15,17 +15,19 @@ from pathlib import Path
 from async_rl.config.file import load_config
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.sections import Config
-from async_rl.errors import ConfigError, RewardError
+from async_rl.errors import ConfigError, NodeFailed, RewardError
 from async_rl.method.token_arrays import Logprobs, TokenIds
-from async_rl.method.types import Prompt, Response
+from async_rl.method.types import Group, Prompt, Response
 from async_rl.rollouts.data.evaluation_prompts import HELD_OUT, prompts_of_set
 from async_rl.rollouts.data.part import SourcePart, parts_of
 from async_rl.rollouts.data.rendering import Tokenizer
 from async_rl.rollouts.data.table_files import MeasuredPart, measure_part
-from async_rl.rollouts.rewards.process_reward import NotInTime, ProcessReward
+from async_rl.rollouts.nodes.maker import NodeCalls
+from async_rl.rollouts.rewards.process_reward import ProcessReward
 from async_rl.rollouts.rewards.readable_answers import answer_check
 from async_rl.rollouts.rewards.row_parts import labels_of
 from async_rl.rollouts.tokenizer import load_tokenizer
+from async_rl.shared.workers.function import NotInTime
 
 MADE_UP = ("", "I do not know.", "The answer is 42.", "<think>1 + 1</think> \\boxed{7}")
 """Responses as a model may give them before it has learned anything, the empty one included."""
@@ -68,6 +70,8 @@ def try_out(config: Config) -> Trial:
         _count_epochs(config, num_left if all(measured.is_whole for measured in trained) else None, trial)
     if trained:
         asyncio.run(_try_reward(config, trained[0].first, tokenizer, trial))
+    if trained and config.pipeline.nodes and not trial.errors:
+        asyncio.run(_try_nodes(config, trained[0].first, tokenizer, trial))
     return trial
 
 
@@ -109,11 +113,45 @@ async def _try_reward(config: Config, prompt: Prompt, tokenizer: Tokenizer, tria
     except ValueError as error:
         trial.errors.append(f"row {prompt.prompt_id}: {error}")
         return
-    texts = [MADE_UP[i % len(MADE_UP)] for i in range(config.rollout.responses_per_prompt)]
-    responses = [_response(text, tokenizer) for text in texts]
+    responses = _made_up(config, tokenizer)
     for label, alone in config.reward.single_rewards.items():
         if alone.name not in SERVICES:
             await _try(alone, label, prompt, responses if label in labels else [], trial)
+
+
+async def _try_nodes(config: Config, prompt: Prompt, tokenizer: Tokenizer, trial: Trial) -> None:
+    """Calls the nodes of the pipeline with made-up responses, of which every second one has the reward 1."""
+    once = {"num_workers": 1, "max_attempts": 1}
+    nodes = [
+        node.model_copy(update=once | {"timeout_s": min(node.timeout_s, CALL_S)}) for node in config.pipeline.nodes
+    ]
+    responses = tuple(_made_up(config, tokenizer))
+    group = Group(
+        iteration=0,
+        index=0,
+        prompt=prompt,
+        responses=responses,
+        rewards=tuple(float(i % 2) for i in range(len(responses))),
+        weight_version="",
+        started_s=0.0,
+        finished_s=0.0,
+    )
+    calls = NodeCalls(nodes)
+    try:
+        await calls.start()
+        await calls.applied(group)
+    except ConfigError as error:
+        trial.errors.append(str(error))
+    except NodeFailed as error:
+        said = f"tried with made-up responses to row {prompt.prompt_id} (from 0), {error}"
+        trial.errors.append(f"{said.rstrip()}\ncorrect the function of the node")
+    finally:
+        await calls.close()
+
+
+def _made_up(config: Config, tokenizer: Tokenizer) -> list[Response]:
+    texts = [MADE_UP[i % len(MADE_UP)] for i in range(config.rollout.responses_per_prompt)]
+    return [_response(text, tokenizer) for text in texts]
 
 
 def _response(text: str, tokenizer: Tokenizer) -> Response:

@@ -10,6 +10,7 @@ from inspect import Parameter, Signature
 from pathlib import Path
 
 from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.config.pipeline_section import NODE, PipelineSection
 from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
 from async_rl.errors import ConfigError
 from async_rl.shared.programs.parts import require_part
@@ -30,6 +31,25 @@ def require_algorithm(config: AlgorithmSection) -> None:
     """
     if config.is_own:
         require_class("algorithm.name", config.name)
+
+
+def require_nodes(config: PipelineSection) -> None:
+    """Checks that the nodes of the pipeline are functions of their files, and take what they read.
+
+    Raises:
+        ConfigError: one is not, or does not; names the file and, if possible, the line.
+    """
+    for node in config.nodes:
+        definition = require_function(NODE, node.function)
+        if definition is None or definition.decorator_list:
+            continue
+        try:
+            signature_of(definition).bind(**dict.fromkeys(node.reads))
+        except TypeError as error:
+            raise ConfigError(
+                f"{NODE} {node.function!r}: line {definition.lineno}: it is called with what pipeline.nodes "
+                f"{node.name!r} reads, {', '.join(node.reads)}: {error}; give the function these arguments"
+            ) from error
 
 
 def require_program(config: RolloutSection) -> None:

@@ -63,7 +63,8 @@ class Rollouts:
 
     `lengths` are sampled tokens; `truncated` ended at a limit. `parts` are the named parts of which the reward is a
     weighted sum, if it is composed of several. `kl` is a rollout's KL to the reference, summed over its tokens, for an
-    algorithm that needs `reward_kl`.
+    algorithm that needs `reward_kl`. `weights` are what a node of the pipeline says that they count, which an algorithm
+    multiplies its own by; empty if it says nothing.
     """
 
     rewards: tuple[float, ...]
@@ -71,6 +72,7 @@ class Rollouts:
     truncated: tuple[bool, ...]
     parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     kl: tuple[float, ...] | None = None
+    weights: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, group: Group, kl: tuple[float, ...] | None = None) -> "Rollouts":
@@ -82,6 +84,7 @@ class Rollouts:
             truncated=of.truncated,
             parts=dict(of.reward_parts),
             kl=kl,
+            weights=of.weights,
         )
 
 
@@ -102,6 +105,9 @@ class Tokens:
     rollout_logprobs_N: torch.Tensor | None = None
     advantages_N: torch.Tensor | None = None
     """Of single tokens, from a critic's values."""
+    weights_N: torch.Tensor | None = None
+    rewards_N: torch.Tensor | None = None
+    """Of nodes of the pipeline: factors of tokens' losses, and what is added to their advantages."""
 
     def __len__(self) -> int:
         return len(self.logprobs_N)

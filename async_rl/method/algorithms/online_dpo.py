@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from async_rl.config.algorithm_traits import TRAITS, OnlineDPOOptions
+from async_rl.errors import NodeFailed
 from async_rl.method.algorithms.base import LossSum, Needs, Responses, Rollouts, Tokens, Totals
 from async_rl.method.algorithms.log_ratio import kl_terms
 from async_rl.method.algorithms.policy_gradient import PolicyGradient
@@ -33,6 +34,11 @@ class OnlineDPO(PolicyGradient):
         """1 for the best rollout, -1 for the worst, 0 for the others."""
         signs_G = torch.zeros(len(rollouts.rewards), dtype=torch.float64)
         counted = self.weights(rollouts).tolist()
+        if parts := [weight for weight in counted if weight not in (0.0, 1.0)]:
+            raise NodeFailed(
+                f"pipeline.nodes write the weight {parts[0]:g} of a rollout, but algorithm.name = 'online_dpo' takes whole "
+                "rollouts: expected 0 or 1"
+            )
         rewards = {i: reward for i, reward in enumerate(self.shaped_rewards(rollouts)) if counted[i]}
         if rewards and min(rewards.values()) != max(rewards.values()):
             signs_G[max(rewards, key=lambda i: rewards[i])] = 1.0

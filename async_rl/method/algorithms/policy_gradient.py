@@ -119,10 +119,11 @@ class PolicyGradient:
         return tuple(added)
 
     def weights(self, rollouts: Rollouts) -> torch.Tensor:
-        """1, or 0 for a rollout that a limit ended, with `mask_truncated`."""
+        """1, or what a node of the pipeline says; 0 for a rollout that a limit ended, with `mask_truncated`."""
+        weights_G = torch.tensor(rollouts.weights or [1.0] * len(rollouts.rewards), dtype=torch.float64)
         if not self.config.mask_truncated:
-            return torch.ones(len(rollouts.rewards), dtype=torch.float64)
-        return torch.tensor([float(not truncated) for truncated in rollouts.truncated], dtype=torch.float64)
+            return weights_G
+        return weights_G * torch.tensor([float(not truncated) for truncated in rollouts.truncated])
 
     def sums(self, rollouts: Rollouts) -> Totals:
         weights_G = self.weights(rollouts)
@@ -148,6 +149,8 @@ class PolicyGradient:
         advantages_N = tokens.advantages_N
         if advantages_N is None:
             advantages_N = responses.per_token(responses.advantages_G, num_tokens)
+        if tokens.rewards_N is not None:
+            advantages_N = advantages_N + tokens.rewards_N
         metrics: dict[str, torch.Tensor] = {}
         if tokens.teacher_logprobs_N is not None:
             # Thinking Machines, "On-policy distillation" (2025): the reverse KL to the teacher as a token's reward.
@@ -169,6 +172,8 @@ class PolicyGradient:
             metrics["kl"] = kl_N.sum().detach()
         if config.entropy_coef > 0:
             loss_N = loss_N - config.entropy_coef * tokens.entropy_N
+        if tokens.weights_N is not None:
+            loss_N = loss_N * tokens.weights_N
         weights_G = responses.weights_G
         if self.normalize == "sequence":
             weights_G = weights_G / responses.rollout_lengths_G.to(loss_N.dtype)

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.method.group_codec import pack, sizes, unpack
-from async_rl.method.token_arrays import ExpertIds
+from async_rl.method.token_arrays import ExpertIds, Logprobs
 from async_rl.method.types import Group, Prompt, Response, RolloutFacts, WeightSpan
 from tests.support.groups import make_group, make_response
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
 ROUTES = st.lists(st.integers(0, 2**16 - 1), max_size=6).map(ExpertIds)
+NUMBERS = st.lists(st.floats(allow_nan=False, width=32), max_size=6).map(Logprobs)
 SECONDS = st.floats(0, 1e9)
 COUNTS = st.integers(0, 5)
 REWARDS = st.floats(allow_nan=False, allow_infinity=False)
@@ -44,6 +45,8 @@ def responses(draw: st.DrawFn) -> Response:
         prompt_ids=draw(st.none() | TOKENS),
         routes=draw(st.none() | ROUTES),
         prompt_routes=draw(st.none() | ROUTES),
+        token_weights=draw(st.none() | NUMBERS),
+        token_rewards=draw(st.none() | NUMBERS),
     )
 
 
@@ -54,6 +57,7 @@ def facts(draw: st.DrawFn) -> RolloutFacts:
         num_turns=draw(COUNTS),
         status=draw(st.sampled_from(["completed", "truncated"])),
         turn_rewards=draw(st.lists(REWARDS, max_size=3).map(tuple)),
+        weight=draw(REWARDS),
     )
 
 

@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from async_rl.method.algorithms import ALGORITHMS
+from async_rl.method.algorithms import ALGORITHMS, PolicyGradient, Tokens
 from async_rl.method.algorithms.checking import loss_and_gradient, whole
 from async_rl.method.algorithms.random_groups import RandomGroup, any_reward, random_batch
 from tests.support.algorithm_formulas import Written
@@ -31,14 +32,41 @@ def gradients_of(loss: torch.Tensor, batch: Sequence[RandomGroup]) -> list[torch
     return [torch.zeros_like(leaf) if own is None else own for own, leaf in zip(found, leaves, strict=True)]
 
 
+def with_nodes(batch: Sequence[RandomGroup], algorithm: PolicyGradient, rng: random.Random) -> list[RandomGroup]:
+    """With what nodes of the pipeline may write: weights of rollouts, and weights and rewards of tokens."""
+    needs = algorithm.needs
+    divides_all = algorithm.scale_by_std == "batch" and not needs.totals
+
+    def of_tokens(tokens: Tokens) -> Tokens:
+        if needs.whole_groups or needs.values:
+            return tokens
+        weights, rewards = zip(*((rng.uniform(0, 3), rng.gauss(0, 1)) for _ in range(len(tokens))), strict=True)
+        numbers = {"weights_N": weights} if divides_all else {"weights_N": weights, "rewards_N": rewards}
+        return replace(tokens, **{name: torch.tensor(each, dtype=torch.float64) for name, each in numbers.items()})
+
+    def of_group(group: RandomGroup) -> RandomGroup:
+        weights = [rng.choice((0.0, 1.0) if needs.whole_groups else (0.0, 0.5, 2.5)) for _ in group.rollouts.rewards]
+        return RandomGroup(
+            replace(group.rollouts, weights=tuple(weights)),
+            tuple((rollout, of_tokens(tokens)) for rollout, tokens in group.responses),
+        )
+
+    return list(map(of_group, batch))
+
+
 @pytest.mark.computes
+@pytest.mark.parametrize("nodes", [False, True], ids=["", "nodes"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_and_gradient_equal_the_formulas_written_out_per_token(name: str, rng: random.Random) -> None:
+def test_loss_and_gradient_equal_the_formulas_written_out_per_token(
+    name: str, nodes: bool, rng: random.Random
+) -> None:
     for number in range(NUM_SETTINGS):
         settings = random_settings(name, rng) if number else PLAIN[name]
         algorithm = algorithm_of(**settings)
         parts = PARTS if name == "gdpo" else ()
         batch = random_batch(rng, algorithm.needs, any_reward, max_response_tokens=MAX_RESPONSE_TOKENS, parts=parts)
+        if nodes:
+            batch = with_nodes(batch, algorithm, rng)
         # Numbers that float32 has, so that both compute with the same.
         batch = [group.to(torch.float32).to(torch.float64) for group in batch]
         expected = Written(settings, batch).loss()

@@ -3,7 +3,7 @@
 import asyncio
 import random
 
-from async_rl.rollouts.rewards.process_reward import Slots
+from async_rl.shared.workers.function import Slots
 
 
 def test_never_more_slots_are_taken_than_there_are_and_none_waits_forever() -> None:
