@@ -186,7 +186,9 @@ class SandboxFailed(AsyncRLError):
 
 
 class NodeFailed(AsyncRLError):
-    """A node of `pipeline.nodes` raised, hung or returned something else; the message names node, prompt and attempt."""
+    """A node of `pipeline.nodes` raised, hung or returned something else; its message names all of it."""
+
+    may_pass = False
 
 
 class RolloutFailed(AsyncRLError):

@@ -70,8 +70,8 @@ def require_read(algorithm: Algorithm, group: Group) -> None:
     said = [name for name in ("token_weights", "token_rewards") if getattr(first, name) is not None]
     if said and getattr(type(algorithm), "loss_sum", None) is not PolicyGradient.loss_sum:
         raise ConfigError(
-            f"pipeline.nodes write {' and '.join(said)}, but algorithm {type(algorithm).__name__} has a loss_sum of its "
-            "own: leave the nodes out, or inherit the loss of PolicyGradient"
+            f"pipeline.nodes write {' and '.join(said)}, but algorithm {type(algorithm).__name__} has a loss_sum of "
+            "its own: leave the nodes out, or inherit the loss of PolicyGradient"
         )
 
 
@@ -82,8 +82,8 @@ def require_left_out(algorithm: Algorithm, rollouts: Rollouts, weights_G: torch.
     """
     if any(weight == 0 and own > 0 for weight, own in zip(rollouts.weights, weights_G.tolist(), strict=False)):
         raise ConfigError(
-            f"pipeline.nodes write rollout_weights, but algorithm {type(algorithm).__name__} gives a rollout of weight 0 "
-            "another one: its weights() has to multiply its own by `rollouts.weights`"
+            f"pipeline.nodes write rollout_weights, but algorithm {type(algorithm).__name__} gives a rollout of weight "
+            "0 another one: its weights() has to multiply its own by `rollouts.weights`"
         )
 
 

@@ -93,8 +93,7 @@ def by_gradient(window: Window, has_gradient: Callable[[Group], bool]) -> tuple[
     time.
     """
     parts = [
-        [[group for group in groups if has_gradient(group) == wanted] for groups in window]
-        for wanted in (True, False)
+        [[group for group in groups if has_gradient(group) == wanted] for groups in window] for wanted in (True, False)
     ]
     with_gradient, without = ([groups for groups in part if groups] for part in parts)
     return with_gradient, without

@@ -42,8 +42,8 @@ class LossSums:
             totals: those of the batch, where the algorithm needs them.
 
         Raises:
-            ConfigError: the algorithm, a user's own one, returns no advantages or weights, or does not use what nodes of
-                the pipeline write.
+            ConfigError: the algorithm, a user's own one, returns no advantages or weights, or does not use what nodes
+                of the pipeline write.
         """
         for group in groups:
             require_read(self._algorithm, group)
@@ -155,7 +155,7 @@ def sampled_logprobs(micro_batch: MicroBatch, like: torch.Tensor) -> torch.Tenso
 def of_nodes(
     micro_batch: MicroBatch, name: Literal["token_weights", "token_rewards"], like: torch.Tensor
 ) -> torch.Tensor | None:
-    """What nodes of the pipeline say of a micro-batch's sampled tokens, [N], as `like`; None if there is no such node."""
+    """What nodes of the pipeline say of a micro-batch's sampled tokens, [N], as `like`; None if they say nothing."""
     said = [getattr(response, name) for part in micro_batch.slices for response in part.responses]
     if not said or said[0] is None:
         return None

@@ -6,11 +6,11 @@ from typing import Any
 from async_rl.checks.preflight.adapter import first_adapters
 from async_rl.checks.preflight.model import find_checkpoint, read_shape
 from async_rl.checks.preflight.resume import Contents
+from async_rl.config.pipeline_section import NODE
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError, WriteFailed
 from async_rl.producer.client import Control
 from async_rl.rollouts.data.prompts import PromptSource
-from async_rl.config.pipeline_section import NODE
 from async_rl.rollouts.rewards.identity import reward_identity
 from async_rl.shared.programs.user_command import COMMAND
 from async_rl.shared.programs.user_file import PREFIX, file_identity

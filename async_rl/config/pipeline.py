@@ -155,9 +155,7 @@ def _of_training(config: "Config") -> list[Stage]:
         reads = ("prompt", "responses", *of_rewards)
         stages.append(Stage("critic", "critic", "training", "trainer", reads, ("values",), "its own"))
     of_values = ("values",) if traits.values else ()
-    stages.append(
-        Stage("advantage", "advantage", "computation", "trainer", (*of_rewards, *of_values), ("advantages",))
-    )
+    stages.append(Stage("advantage", "advantage", "computation", "trainer", (*of_rewards, *of_values), ("advantages",)))
     reported = algorithm.importance != "none" or algorithm.old_policy == "rollout"
     reads = (
         *("prompt", "responses", "advantages"),
@@ -224,13 +222,13 @@ def _require_of_algorithm(config: "Config", nodes: Sequence[PipelineNode]) -> No
         if node.written in OF_TOKENS and (algorithm.traits.whole_groups or algorithm.traits.values):
             does = "compares whole rollouts" if algorithm.traits.whole_groups else "has advantages from a critic"
             raise ConfigError(
-                f"pipeline.nodes {node.name!r} writes {node.written!r}, but algorithm.name = {algorithm.name!r} {does}, "
-                "and has no place for numbers of tokens: choose another algorithm, or write what counts per rollout"
+                f"pipeline.nodes {node.name!r} writes {node.written!r}, but algorithm.name = {algorithm.name!r} "
+                f"{does}, and has no place for numbers of tokens: choose another algorithm, or write what counts per rollout"
             )
         if node.written == TOKEN_REWARDS and algorithm.is_scaled_by_batch and not algorithm.waits_for_batch:
             raise ConfigError(
-                f"pipeline.nodes {node.name!r} writes {TOKEN_REWARDS!r}, but a deviation over the batch divides advantages "
-                f"as a factor of the whole sum, and would divide these too: set algorithm.scale_by_std to true or false"
+                f"pipeline.nodes {node.name!r} writes {TOKEN_REWARDS!r}, but a deviation over the batch divides "
+                "advantages as a factor of the whole sum, and would divide these too: set algorithm.scale_by_std to true or false"
             )
         if node.written == SHAPED_REWARDS and algorithm.name == "gdpo":
             raise ConfigError(

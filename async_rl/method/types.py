@@ -94,8 +94,8 @@ class Response:
     `routes` are those of its tokens but the last, as the instance that finished it computed them, where
     `train.router_replay` asks for them; a prompt's are `prompt_routes` of the group's first response that follows it.
 
-    `token_weights` multiply the loss of its sampled tokens, `token_rewards` are added to their advantages, where a node of
-    the pipeline writes them.
+    `token_weights` multiply the loss of its sampled tokens, `token_rewards` are added to their advantages, where a node
+    of the pipeline writes them.
 
     Tokens and log-probs given as other sequences become arrays.
     """
@@ -211,8 +211,8 @@ class RolloutFacts:
     """What the trainer needs to know of one rollout besides its responses and its reward.
 
     Its responses are the next `num_responses` of its group: one, and one more for each branch. `num_turns` counts
-    generations. `turn_rewards` are recorded only; the rollout's reward is what is trained. `weight` is what a node of the
-    pipeline says that it counts.
+    generations. `turn_rewards` are recorded only; the rollout's reward is what is trained. `weight` is what a node of
+    the pipeline says that it counts.
     """
 
     num_responses: int = 1

@@ -1,7 +1,7 @@
 """`async-rl plan RUN [--devices N]`: what limits a run, and how long its iterations would take with other pools.
 
-Reads the records of a run that goes on or is over. `async-rl plan --graph CONFIG` shows what a config does with a group.
-Exit codes: 0 success, 2 no such run or config, or not enough of it.
+Reads the records of a run that goes on or is over. `async-rl plan --graph CONFIG` shows the stages of a group. Exit
+codes: 0 success, 2 no such run or config, or not enough of it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`async-rl plan --graph CONFIG`: the stages of a config's pipeline (`async_rl/config/pipeline.py`), as text or as SVG."""
+"""`async-rl plan --graph CONFIG`: the stages of a config (`async_rl/config/pipeline.py`), as text or as SVG."""
 
 from html import escape
 
@@ -63,9 +63,7 @@ def _box(stage: Stage, place: tuple[int, int]) -> str:
         for i, (line, style) in enumerate(lines)
     )
     colour = COLOURS[stage.place]
-    return (
-        f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="{colour}" stroke="#555"/>{texts}'
-    )
+    return f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="{colour}" stroke="#555"/>{texts}'
 
 
 def _arrow(begin: tuple[int, int], end: tuple[int, int], names: list[str]) -> str:
@@ -74,4 +72,5 @@ def _arrow(begin: tuple[int, int], end: tuple[int, int], names: list[str]) -> st
     bend = 0 if x2 - x1 <= GAP_X else HEIGHT / 2 + GAP_Y / 2
     middle = (x1 + x2) / 2
     path = f"M{x1} {y1:g}C{middle:g} {y1 + bend:g} {middle:g} {y2 + bend:g} {x2} {y2:g}"
-    return f'<path d="{path}" fill="none" stroke="#555" marker-end="url(#end)"><title>{escape(", ".join(names))}</title></path>'
+    what = escape(", ".join(names))
+    return f'<path d="{path}" fill="none" stroke="#555" marker-end="url(#end)"><title>{what}</title></path>'

@@ -20,6 +20,7 @@ LASTING = {
     "RequestInvalid",
     "RewardError",
     "RestartsExhausted",
+    "NodeFailed",
     "RolloutFailed",
     "RunStopped",
     "UnknownInstance",

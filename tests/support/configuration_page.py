@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from async_rl.config.evaluation_section import EvaluationSet
 from async_rl.config.keys import default_of
+from async_rl.config.pipeline_section import PipelineNode
 from async_rl.config.prompts_section import MixturePart
 from async_rl.config.reward_section import OPTIONS, HTTPOptions, JudgeOptions, RewardPart, RewardSettings
 from async_rl.config.rollout_section import ProgramOptions
@@ -54,6 +55,7 @@ SET_BY_YOU = {
     "rollout": "responses_per_prompt max_response_tokens program options",
     "reward": "name parts column options num_workers",
     "algorithm": "name options",
+    "pipeline": "nodes",
     "optimizer": "learning_rate",
     "train": "iterations epochs",
     "trainer": "device num_processes",
@@ -103,6 +105,11 @@ LISTS: tuple[tuple[str, str, type[BaseModel]], ...] = (
         "One table for each [reward that is added up](rewards.md#several-rewards). Besides these, a part has the keys "
         "of\n`[reward]`, except `parts` and `column`; those that it leaves out are as there.",
         RewardPart,
+    ),
+    (
+        "[[pipeline.nodes]]",
+        "One table for each [function between reward and training](pipeline.md).",
+        PipelineNode,
     ),
     (
         "[[evaluation.sets]]",

@@ -19,6 +19,7 @@ from async_rl.errors import ConfigError, RewardError
 from async_rl.method.algorithms import Rollouts, Tokens
 from async_rl.method.algorithms.random_groups import RandomGroup
 from async_rl.method.group_proof import GroupProof
+from async_rl.method.token_arrays import Logprobs
 from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Batch, Group
 from tests.support.algorithm_formulas import Written
@@ -65,6 +66,9 @@ BY_DAY = ("grpo", "rloo", "gspo", "cispo", "online_dpo", "distillation")
 """Penalties in loss and reward, ratios of sequences, entropies, whole distributions and a teacher: what needs a model.
 `make test` has every formula itself in async_rl/method/algorithms/test_formulas.py."""
 
+WITH_NODES = ("rloo", "cispo", "pf_ppo")
+"""Their rollouts and tokens have what nodes of a pipeline may write."""
+
 TAUGHT = ("distillation", "sapo")
 TEACHER = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4}
 """Another shape than the policy's, which every layout divides."""
@@ -75,22 +79,43 @@ def teacher(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("qwen2", seed=5, **TEACHER)
 
 
-def sampled(groups: Sequence[Group], policy: PreTrainedModel, rng: random.Random) -> list[Group]:
-    """The groups as instances with this policy would report them, not exactly; some rollouts were cut."""
+def sampled(
+    groups: Sequence[Group], policy: PreTrainedModel, rng: random.Random, *, nodes: bool = False
+) -> list[Group]:
+    """The groups as instances with this policy would report them, not exactly; some rollouts were cut. With `nodes` the
+    last group has a gradient by the rewards of its tokens only."""
+
+    def of_tokens(num: int) -> dict[str, Logprobs]:
+        return {
+            "token_weights": Logprobs([rng.uniform(0, 2) for _ in range(num)]),
+            "token_rewards": Logprobs([rng.gauss(0, 1) for _ in range(num)]),
+        }
 
     def reported(group: Group) -> tuple[Any, ...]:
         return tuple(
-            replace(r, logprobs=tuple(x + rng.gauss(0, 0.05) for x in sample_logprobs(policy, group, r, 1.0).tolist()))
+            replace(
+                r,
+                logprobs=tuple(x + rng.gauss(0, 0.05) for x in sample_logprobs(policy, group, r, 1.0).tolist()),
+                **(of_tokens(r.num_sampled) if nodes else {}),
+            )
             for r in group.responses
         )
+
+    def rewards(group: Group) -> tuple[float, ...]:
+        return (0.5,) * len(group.rewards) if nodes and group is groups[-1] else group.rewards
 
     with torch.no_grad():
         return [
             replace(
                 group,
                 responses=reported(group),
+                rewards=rewards(group),
                 rollouts=tuple(
-                    replace(facts, status="truncated" if i % 3 == 2 else "completed")
+                    replace(
+                        facts,
+                        status="truncated" if i % 3 == 2 else "completed",
+                        weight=rng.choice((0.5, 2.0)) if nodes else 1.0,
+                    )
                     for i, facts in enumerate(group.rollouts)
                 ),
             )
@@ -133,12 +158,18 @@ def as_written(
                 first if with_kl else None,
                 taught if "teacher" in settings else None,
                 reported,
+                weights_N=of_nodes(response.token_weights),
+                rewards_N=of_nodes(response.token_rewards),
             )
             responses.append((rollout, tokens))
             of_rollouts[rollout] += sum(float(kl.kl(mu, ref)) for mu, ref in zip(reported, first, strict=True))
         rewards_kl = tuple(of_rollouts) if settings.get("kl_in") == "reward" else None
         found.append(RandomGroup(Rollouts.of(group, rewards_kl), tuple(responses)))
     return Written(settings, found)
+
+
+def of_nodes(numbers: Logprobs | None) -> torch.Tensor | None:
+    return None if numbers is None else torch.tensor(list(numbers), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 20])
@@ -175,7 +206,7 @@ def test_a_step_equals_the_formulas_with_the_log_probs_of_transformers(
     trainer.optimizer_step()
     trainer.save_hf(tmp_path / "policy")
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", **models)
-    groups = sampled(rollout_groups, policy, rng)
+    groups = sampled(rollout_groups, policy, rng, nodes=name in WITH_NODES)
     written = as_written(settings, groups, policy, start, AutoModelForCausalLM.from_pretrained(teacher, **models))
     loss = written.loss()
     loss.backward()

@@ -36,8 +36,8 @@ class OnlineDPO(PolicyGradient):
         counted = self.weights(rollouts).tolist()
         if parts := [weight for weight in counted if weight not in (0.0, 1.0)]:
             raise NodeFailed(
-                f"pipeline.nodes write the weight {parts[0]:g} of a rollout, but algorithm.name = 'online_dpo' takes whole "
-                "rollouts: expected 0 or 1"
+                f"pipeline.nodes write the weight {parts[0]:g} of a rollout, but algorithm.name = 'online_dpo' takes "
+                "whole rollouts: expected 0 or 1"
             )
         rewards = {i: reward for i, reward in enumerate(self.shaped_rewards(rollouts)) if counted[i]}
         if rewards and min(rewards.values()) != max(rewards.values()):

@@ -69,7 +69,7 @@ class NodeCalls:
 
 
 class WithNodes:
-    """Implements `GroupMaker`: the groups of another one, with what the nodes write. Evaluations have the reward alone."""
+    """Implements `GroupMaker`: groups of another one, with what the nodes write. Evaluations have the reward alone."""
 
     def __init__(self, maker: GroupMaker, nodes: Sequence[PipelineNode]) -> None:
         self._maker = maker
@@ -107,8 +107,8 @@ def with_results(group: Group, data: Mapping[str, Any], nodes: Sequence[Pipeline
     taken = {label for label, _ in (*group.reward_parts, *group.reward_metrics)}
     if twice := taken & {name for name, _ in shown}:
         raise NodeFailed(
-            f"pipeline.nodes {min(twice)!r}: the reward has a part or a metric of this name, and figures would mix them: "
-            "give the node another name"
+            f"pipeline.nodes {min(twice)!r}: the reward has a part or a metric of this name, and figures would mix "
+            "them: give the node another name"
         )
     rollouts = group.rollouts
     if ROLLOUT_WEIGHTS in data:

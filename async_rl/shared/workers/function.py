@@ -1,4 +1,4 @@
-"""A user's function in processes of its own, called with a time limit and tried again: rewards, and nodes of a pipeline."""
+"""A user's function in processes of its own, with a time limit, and tried again: rewards, and nodes of a pipeline."""
 
 import asyncio
 import logging

@@ -57,9 +57,7 @@ def with_nodes(batch: Sequence[RandomGroup], algorithm: PolicyGradient, rng: ran
 @pytest.mark.computes
 @pytest.mark.parametrize("nodes", [False, True], ids=["", "nodes"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_loss_and_gradient_equal_the_formulas_written_out_per_token(
-    name: str, nodes: bool, rng: random.Random
-) -> None:
+def test_loss_and_gradient_equal_the_formulas_written_out_per_token(name: str, nodes: bool, rng: random.Random) -> None:
     for number in range(NUM_SETTINGS):
         settings = random_settings(name, rng) if number else PLAIN[name]
         algorithm = algorithm_of(**settings)
