@@ -5,18 +5,17 @@ order. Here the graph of a config is checked before anything starts, drawn by `a
 the producer is run from it (`rollouts/nodes/`). Without torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.config.keys import nearest
 from async_rl.config.pipeline_section import PipelineNode
+from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from async_rl.config.sections import Config
 
 Place = Literal["instances", "producer", "service", "trainer"]
 Kind = Literal["inference", "computation", "training"]
@@ -86,15 +85,18 @@ class Pipeline:
         return any(name in stage.writes for stage in self.stages)
 
 
-def pipeline_of(config: "Config") -> Pipeline:
-    """The stages that a run has with this config.
+def pipeline_of(
+    program: str, reward: RewardSection, nodes: Sequence[PipelineNode], algorithm: AlgorithmSection
+) -> Pipeline:
+    """The stages that a run has with these settings; `program` is `rollout.program`.
 
     Raises:
         ConfigError: the nodes do not fit together, or not to the algorithm.
     """
-    nodes = config.pipeline.nodes
-    pipeline = Pipeline([*_sources(config), *map(_of_user, nodes), *_of_training(config)])
-    _require_of_algorithm(config, nodes)
+    written = {node.written for node in nodes}
+    pipeline = Pipeline([*_sources(program, reward), *map(_of_user, nodes), *_of_training(algorithm, written)])
+    for node in nodes:
+        _require_of_algorithm(algorithm, node)
     return pipeline
 
 
@@ -110,8 +112,7 @@ def _of_user(node: PipelineNode) -> Stage:
     return Stage(node.name, "node", "computation", "producer", node.reads, (node.written,))
 
 
-def _sources(config: "Config") -> list[Stage]:
-    program, reward = config.rollout.program, config.reward
+def _sources(program: str, reward: RewardSection) -> list[Stage]:
     rewards = ("rewards", "reward_parts")
     made = ("responses", "rollouts", "rollout_logprobs")
     stages = [
@@ -127,9 +128,7 @@ def _sources(config: "Config") -> list[Stage]:
     return stages
 
 
-def _of_training(config: "Config") -> list[Stage]:
-    algorithm, traits = config.algorithm, config.algorithm.traits
-    written = {node.written for node in config.pipeline.nodes}
+def _of_training(algorithm: AlgorithmSection, written: Set[str]) -> list[Stage]:
     rewards = SHAPED_REWARDS if SHAPED_REWARDS in written else "rewards"
     weights = (ROLLOUT_WEIGHTS,) if ROLLOUT_WEIGHTS in written else ()
     own = tuple(name for name in OF_TOKENS if name in written)
@@ -151,10 +150,10 @@ def _of_training(config: "Config") -> list[Stage]:
     if algorithm.waits_for_batch:
         stages.append(Stage("totals", "whole batch", "computation", "trainer", (rewards, *weights), ("totals",)))
     of_rewards = (rewards, *weights, *shaping, *(["totals"] if algorithm.waits_for_batch else []))
-    if traits.values:
+    if algorithm.traits.values:
         reads = ("prompt", "responses", *of_rewards)
         stages.append(Stage("critic", "critic", "training", "trainer", reads, ("values",), "its own"))
-    of_values = ("values",) if traits.values else ()
+    of_values = ("values",) if algorithm.traits.values else ()
     stages.append(Stage("advantage", "advantage", "computation", "trainer", (*of_rewards, *of_values), ("advantages",)))
     reported = algorithm.importance != "none" or algorithm.old_policy == "rollout"
     reads = (
@@ -216,22 +215,19 @@ def _there(writers: Mapping[str, Stage]) -> str:
     return ", ".join([*READABLE, *of_nodes])
 
 
-def _require_of_algorithm(config: "Config", nodes: Sequence[PipelineNode]) -> None:
-    algorithm = config.algorithm
-    for node in nodes:
-        if node.written in OF_TOKENS and (algorithm.traits.whole_groups or algorithm.traits.values):
-            does = "compares whole rollouts" if algorithm.traits.whole_groups else "has advantages from a critic"
-            raise ConfigError(
-                f"pipeline.nodes {node.name!r} writes {node.written!r}, but algorithm.name = {algorithm.name!r} "
-                f"{does}, and has no place for numbers of tokens: choose another algorithm, or write what counts per rollout"
-            )
-        if node.written == TOKEN_REWARDS and algorithm.is_scaled_by_batch and not algorithm.waits_for_batch:
-            raise ConfigError(
-                f"pipeline.nodes {node.name!r} writes {TOKEN_REWARDS!r}, but a deviation over the batch divides "
-                "advantages as a factor of the whole sum, and would divide these too: set algorithm.scale_by_std to true or false"
-            )
-        if node.written == SHAPED_REWARDS and algorithm.name == "gdpo":
-            raise ConfigError(
-                f"pipeline.nodes {node.name!r} writes {SHAPED_REWARDS!r}, but algorithm.name = 'gdpo' is made of the "
-                "parts of the reward: make it a part in [[reward.parts]]"
-            )
+def _require_of_algorithm(algorithm: AlgorithmSection, node: PipelineNode) -> None:
+    writes = f"pipeline.nodes {node.name!r} writes {node.written!r}, but"
+    named = f"algorithm.name = {algorithm.name!r}"
+    if node.written in OF_TOKENS and (algorithm.traits.whole_groups or algorithm.traits.values):
+        does = "compares whole rollouts" if algorithm.traits.whole_groups else "has advantages from a critic"
+        raise ConfigError(
+            f"{writes} {named} {does}, and has no place for numbers of tokens: choose another algorithm, or write what "
+            "counts per rollout"
+        )
+    if node.written == TOKEN_REWARDS and algorithm.is_scaled_by_batch and not algorithm.waits_for_batch:
+        raise ConfigError(
+            f"{writes} a deviation over the batch divides advantages as a factor of the whole sum, and would divide "
+            "these, too: set algorithm.scale_by_std to true or false"
+        )
+    if node.written == SHAPED_REWARDS and algorithm.name == "gdpo":
+        raise ConfigError(f"{writes} {named} is made of the parts of the reward: make it a part in [[reward.parts]]")

@@ -17,7 +17,7 @@ from async_rl.config.algorithm_traits import GDPOOptions
 from async_rl.config.cluster_section import ClusterSection
 from async_rl.config.evaluation_section import EvaluationSection
 from async_rl.config.keys import as_toml
-from async_rl.config.pipeline import pipeline_of
+from async_rl.config.pipeline import Pipeline, pipeline_of
 from async_rl.config.pipeline_section import PipelineSection
 from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.prompts_section import PromptsSection
@@ -140,6 +140,11 @@ class Config(Section):
         if self.rollout.program == SINGLE_TURN:
             return self.prompts.max_prompt_tokens + self.rollout.max_response_tokens
         return self.rollout.options.max_context_tokens
+
+    @property
+    def graph(self) -> Pipeline:
+        """What happens to a group from its prompt to its gradient."""
+        return pipeline_of(self.rollout.program, self.reward, self.pipeline.nodes, self.algorithm)
 
     @property
     def publishes_adapters(self) -> bool:
@@ -375,7 +380,7 @@ class Config(Section):
 
     def _nodes_fit_together(self) -> Iterator[str]:
         try:
-            pipeline_of(self)
+            assert self.graph.waves
         except ConfigError as error:
             yield str(error)
 

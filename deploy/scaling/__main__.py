@@ -13,7 +13,6 @@ from statistics import median
 from typing import Any
 
 from async_rl.config.file import load_config
-from async_rl.config.pipeline import pipeline_of
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
@@ -103,7 +102,7 @@ def show_graph(config: Path, overrides: Sequence[str], output: Path | None) -> N
     Raises:
         ConfigError: the config is not usable, or the picture cannot be written.
     """
-    pipeline = pipeline_of(load_config(config, overrides))
+    pipeline = load_config(config, overrides).graph
     if output is None:
         print(graph.text_of(pipeline))
         return

@@ -22,9 +22,9 @@ SETTINGS = ("--train.iterations=3", "--train.order=prompt", "--checkpoint.every=
 def nodes_of_the_example(*left_out: str) -> str:
     nodes = tomllib.loads((FOLDER / "run.toml").read_text())["pipeline"]["nodes"]
     nodes = [node for node in nodes if node["name"] not in left_out]
-    return "--pipeline.nodes=" + as_toml(
-        [{**node, "function": node["function"].replace("nodes.py", f"{FOLDER}/nodes.py")} for node in nodes]
-    )
+    for node in nodes:
+        node["function"] = node["function"].replace("nodes.py", f"{FOLDER}/nodes.py")
+    return f"--pipeline.nodes={as_toml(nodes)}"
 
 
 def test_what_nodes_write_is_trained_recorded_and_the_same_after_a_kill(

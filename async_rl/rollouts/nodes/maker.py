@@ -124,8 +124,10 @@ def with_results(group: Group, data: Mapping[str, Any], nodes: Sequence[Pipeline
 
 
 def _with_tokens(response: Response, data: Mapping[str, Any], number: int) -> Response:
-    own = {name: Logprobs(data[name][number]) for name in (TOKEN_WEIGHTS, TOKEN_REWARDS) if name in data}
-    return replace(response, **own) if own else response
+    weights, rewards = (
+        Logprobs(data[name][number]) if name in data else None for name in (TOKEN_WEIGHTS, TOKEN_REWARDS)
+    )
+    return replace(response, token_weights=weights, token_rewards=rewards)
 
 
 def _watched(node: PipelineNode) -> WatchedFunction:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.algorithm_traits import TRAITS
-from async_rl.config.pipeline import FOR_TRAINING, READABLE, Pipeline, pipeline_of, waves_of
+from async_rl.config.pipeline import FOR_TRAINING, READABLE, waves_of
 from async_rl.config.pipeline_section import PipelineNode
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
@@ -37,7 +37,7 @@ def test_the_graph_of_an_algorithm_has_what_the_algorithm_needs(name: str, rng: 
             trainer={"micro_batch_tokens": 10**6},
             reward={"name": None, "parts": [{"name": "math", "label": label} for label in PARTS]},
         )
-        pipeline, needs = pipeline_of(config), make_algorithm(config.algorithm, 64).needs
+        pipeline, needs = config.graph, make_algorithm(config.algorithm, 64).needs
         names = {stage.name for stage in pipeline.stages}
         assert ("reference" in names) == needs.reference == config.algorithm.needs_reference
         assert ("teacher" in names) == needs.teacher
@@ -56,7 +56,7 @@ def test_each_stage_follows_what_it_reads_whatever_the_order_of_the_nodes(rng: r
         nodes = [node(name, *rng.sample([*READABLE, *names[:i]], rng.randint(1, 3))) for i, name in enumerate(names)]
         rng.shuffle(nodes)
         config = config_of(nodes)
-        pipeline = pipeline_of(config)
+        pipeline = config.graph
         made: set[str] = set()
         for wave in pipeline.waves:
             assert all(made.issuperset(stage.reads) for stage in wave)
@@ -71,10 +71,10 @@ def test_each_stage_follows_what_it_reads_whatever_the_order_of_the_nodes(rng: r
 
 
 def test_what_a_node_writes_is_read_in_the_place_of_the_reward() -> None:
-    pipeline = pipeline_of(config_of([node("mixed", "rewards", writes="shaped_rewards")]))
+    pipeline = config_of([node("mixed", "rewards", writes="shaped_rewards")]).graph
     (advantage,) = (stage for stage in pipeline.stages if stage.name == "advantage")
     assert "shaped_rewards" in advantage.reads and "rewards" not in advantage.reads
-    assert all(pipeline_of(config_of([node("x", "rewards", writes=name)])).writes(name) for name in FOR_TRAINING)
+    assert all(config_of([node("x", "rewards", writes=name)]).graph.writes(name) for name in FOR_TRAINING)
 
 
 CRITIC = {"name": "ppo"}
@@ -114,7 +114,7 @@ def test_a_program_that_rewards_itself_is_the_one_that_writes_rewards() -> None:
         rollout={"program": "python:program.py:run"},
         pipeline={"nodes": [{**node("a", "rewards"), "function": FUNCTION}]},
     )
-    pipeline: Pipeline = pipeline_of(config)
+    pipeline = config.graph
     assert [stage.name for stage in pipeline.stages if "rewards" in stage.writes] == ["rollout"]
 
 

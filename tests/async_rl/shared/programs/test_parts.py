@@ -1,11 +1,12 @@
 """Optional parts: the core loads none of them unasked, says which one is missing, and works without each."""
 
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -115,12 +116,12 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if not finder.__module__.
 """A `sitecustomize.py`: an editable installation would find the part in the checkout that is installed."""
 
 
-def copy_without(part: str, to: Path) -> None:
-    """The files that git tracks, but for those of the part and of its tests."""
-    removed = Path(folder_of(part))
+def copy_without(parts: Collection[str], to: Path) -> None:
+    """The files that git tracks, but for those of the parts and of their tests."""
+    removed = [Path(folder_of(part)) for part in parts]
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in map(Path, listed.rstrip("\0").split("\0")):
-        is_removed = name.is_relative_to(removed) or name.is_relative_to("tests" / removed)
+        is_removed = any(name.is_relative_to(each) or name.is_relative_to("tests" / each) for each in removed)
         if not is_removed and (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)
@@ -130,9 +131,11 @@ def copy_without(part: str, to: Path) -> None:
 @pytest.mark.distributed
 # The fast tests take three minutes where nothing else runs.
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", PARTS)
-def test_the_fast_tests_pass_without_a_part(part: str, tmp_path: Path) -> None:
-    copy_without(part, tmp_path)
+@pytest.mark.parametrize("number", [1, len(PARTS)])
+def test_the_fast_tests_pass_without_one_of_the_parts_and_without_all(
+    number: int, rng: random.Random, tmp_path: Path
+) -> None:
+    copy_without(rng.sample(list(PARTS), number), tmp_path)
     (tmp_path / "sitecustomize.py").write_text(ONLY_THE_COPY)
     fast, workers = (
         re.findall(rf"^{name} := (.*)$", (ROOT / "Makefile").read_text(), re.M)[0] for name in ("FAST", "WORKERS")
