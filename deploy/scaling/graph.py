@@ -4,7 +4,7 @@ from html import escape
 
 from async_rl.config.pipeline import Pipeline, Stage
 
-WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 148, 58, 62, 26, 24
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 172, 58, 62, 26, 24
 """Of a box, of the space between boxes, and around all, in pixels."""
 
 COLOURS = {"instances": "#d7e8fb", "producer": "#e2f2dd", "service": "#fdf0cf", "trainer": "#f6dede"}

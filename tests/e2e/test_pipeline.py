@@ -16,7 +16,10 @@ from tests.support.same_run import assert_same_run
 pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 FOLDER = ROOT / "examples" / "pipeline"
-SETTINGS = ("--train.iterations=3", "--train.order=prompt", "--checkpoint.every=1", "--reward.timeout_s=30")
+SETTINGS = (
+    *("--train.iterations=3", "--train.order=prompt", "--checkpoint.every=1", "--reward.timeout_s=30"),
+    "--algorithm.kl_coef=0.05",
+)
 
 
 def nodes_of_the_example(*left_out: str) -> str:

@@ -25,12 +25,12 @@ def load(section: str) -> Served:
         ) from error
 
     def run(value: Value, channel: Channel) -> list[Any]:
-        arguments, *sizes = value
-        return numbers_of(node.written, function(**arguments), *sizes)
+        arguments, num_rollouts, lengths = value
+        return numbers_of(node.written, function(**arguments), num_rollouts, lengths)
 
     async def run_async(value: Value, channel: Channel) -> list[Any]:
-        arguments, *sizes = value
-        return numbers_of(node.written, await function(**arguments), *sizes)
+        arguments, num_rollouts, lengths = value
+        return numbers_of(node.written, await function(**arguments), num_rollouts, lengths)
 
     of_call = is_async(function)
     return Served(run_async if of_call else run, of_call, _described, [of_call])
