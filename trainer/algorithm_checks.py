@@ -5,13 +5,19 @@ without a run.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from async_rl.config.algorithm_section import AlgorithmSection
+from async_rl.config.pipeline import OF_TOKENS, SHAPED_REWARDS, TOKEN_REWARDS
+from async_rl.config.pipeline_section import PipelineNode
 from async_rl.config.train_section import TrainSection
 from async_rl.errors import ConfigError
-from async_rl.method.algorithms import Algorithm, LossSum, Needs, Rollouts
+from async_rl.method.algorithms import Algorithm, LossSum, Needs, Responses, Rollouts, Tokens
+from async_rl.method.algorithms.distillation import Distillation
+from async_rl.method.algorithms.gdpo import GDPO
 from async_rl.method.algorithms.policy_gradient import PolicyGradient
 from async_rl.method.types import Group
 from trainer.batching.group_slice import num_rows
@@ -60,30 +66,61 @@ def require_of_rollouts(algorithm: Algorithm, method: str, returned: torch.Tenso
     return returned
 
 
-def require_read(algorithm: Algorithm, group: Group) -> None:
-    """
+def require_nodes(algorithm: Algorithm, nodes: Sequence[PipelineNode]) -> None:
+    """Checks what the config cannot know of a user's own algorithm: that it uses what nodes of the pipeline write.
+
     Raises:
-        ConfigError: nodes of the pipeline say something of the group's tokens, and the algorithm, a user's own one, has
-            a loss of its own, which need not read it.
+        ConfigError: it does not.
     """
-    first = group.responses[0]
-    said = [name for name in ("token_weights", "token_rewards") if getattr(first, name) is not None]
-    if said and getattr(type(algorithm), "loss_sum", None) is not PolicyGradient.loss_sum:
+    writers = {node.written: node.name for node in nodes}
+    kind, faults = type(algorithm).__name__, []
+    needs = algorithm.needs
+    of_tokens = [name for name in OF_TOKENS if name in writers]
+    if of_tokens and (needs.values or needs.whole_groups or not _has_loss_of_tokens(algorithm)):
+        faults += [(name, "has no place for numbers of tokens in its loss") for name in of_tokens]
+    elif TOKEN_REWARDS in writers and getattr(algorithm, "scale_by_std", None) == "batch" and not needs.totals:
+        faults.append((TOKEN_REWARDS, "divides by a deviation over the batch, these, too"))
+    if SHAPED_REWARDS in writers and isinstance(algorithm, GDPO | Distillation):
+        faults.append((SHAPED_REWARDS, "is not made of the whole reward"))
+    for written, why in faults:
         raise ConfigError(
-            f"pipeline.nodes write {' and '.join(said)}, but algorithm {type(algorithm).__name__} has a loss_sum of "
-            "its own: leave the nodes out, or inherit the loss of PolicyGradient"
+            f"pipeline.nodes {writers[written]!r} writes {written!r}, but algorithm {kind} {why}: leave the node out, "
+            "or choose another algorithm"
         )
 
 
-def require_left_out(algorithm: Algorithm, rollouts: Rollouts, weights_G: torch.Tensor) -> None:
+def _has_loss_of_tokens(algorithm: Algorithm) -> bool:
+    """Whether its loss is that of `PolicyGradient`, and changes with the advantages and weights of tokens."""
+    if not isinstance(algorithm, PolicyGradient) or type(algorithm).loss_sum is not PolicyGradient.loss_sum:
+        return False
+    zeros_N = torch.zeros(2, dtype=torch.float64)
+    ones_N, two = zeros_N + 1, torch.tensor([2])
+    logprobs_N = (-ones_N).requires_grad_()
+    others = {"ref_logprobs_N": -ones_N, "teacher_logprobs_N": -ones_N, "rollout_logprobs_N": -ones_N}
+    responses = Responses(zeros_N[:1], ones_N[:1], two, two, torch.tensor([0]))
+
+    def gradient(rewards_N: torch.Tensor) -> torch.Tensor:
+        tokens = Tokens(logprobs_N, zeros_N, logprobs_N.detach(), rewards_N=rewards_N, **others)
+        (found_N,) = torch.autograd.grad(algorithm.loss_sum(tokens, responses).loss, logprobs_N)
+        return found_N
+
+    return not torch.equal(gradient(zeros_N), gradient(ones_N))
+
+
+def require_weights(algorithm: Algorithm, rollouts: Rollouts, weights_G: torch.Tensor) -> None:
     """
     Raises:
-        ConfigError: a rollout that a node of the pipeline leaves out counts.
+        ConfigError: its weights are not its own times those that a node of the pipeline writes.
     """
-    if any(weight == 0 and own > 0 for weight, own in zip(rollouts.weights, weights_G.tolist(), strict=False)):
+    if not rollouts.weights:
+        return
+    own_G = algorithm.weights(replace(rollouts, weights=(1.0,) * len(rollouts.weights)))
+    expected_G = own_G * torch.tensor(rollouts.weights, dtype=own_G.dtype)
+    if not torch.allclose(weights_G, expected_G):
         raise ConfigError(
-            f"pipeline.nodes write rollout_weights, but algorithm {type(algorithm).__name__} gives a rollout of weight "
-            "0 another one: its weights() has to multiply its own by `rollouts.weights`"
+            f"pipeline.nodes write rollout_weights, but weights() of algorithm {type(algorithm).__name__} are "
+            f"{weights_G.tolist()}, with weights {list(rollouts.weights)} of nodes: expected {expected_G.tolist()}, "
+            "its own times `rollouts.weights`"
         )
 
 

@@ -16,7 +16,7 @@ from async_rl.method.algorithms.log_ratio import KLEstimator, kl_terms
 from async_rl.method.group_proof import GroupProof
 from async_rl.method.pieces import counts_group
 from async_rl.method.types import Group
-from trainer.algorithm_checks import ENTROPY, require_left_out, require_loss, require_of_rollouts, require_read
+from trainer.algorithm_checks import ENTROPY, require_loss, require_of_rollouts, require_weights
 from trainer.batching.group_codec import joined_tensor
 from trainer.batching.shared_prompt import MicroBatch
 from trainer.devices.host_copies import to_device, to_host
@@ -46,14 +46,13 @@ class LossSums:
                 of the pipeline write.
         """
         for group in groups:
-            require_read(self._algorithm, group)
             rollouts = Rollouts.of(group, kl.get(group.index))
             returned = {
                 "advantages": self._algorithm.advantages(rollouts, totals),
                 "weights": self._algorithm.weights(rollouts),
             }
             checked = [require_of_rollouts(self._algorithm, *each, group) for each in returned.items()]
-            require_left_out(self._algorithm, rollouts, checked[1])
+            require_weights(self._algorithm, rollouts, checked[1])
             self._of_groups[group.index] = torch.stack(checked)
             if counts_group(group):
                 self._append({f"total/{name}": value for name, value in self._algorithm.sums(rollouts).items()})

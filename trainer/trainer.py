@@ -38,6 +38,7 @@ from async_rl.records.throughput import ModelSize, TrainingPool
 from trainer.algorithm_checks import (
     require_denominator,
     require_known_tokens,
+    require_nodes,
     require_one_micro_batch,
     require_possible,
 )
@@ -148,7 +149,7 @@ class MegatronTrainer:
         # On a CPU both pools have the host's memory anyway.
         takes_turns = config.run.placement == "turns" and config.trainer.device != "cpu"
         adapter = config.adapter.model_copy(update={"path": first_adapters(config)})
-        return cls(
+        made = cls(
             parallel,
             config.trainer,
             config.model,
@@ -160,6 +161,8 @@ class MegatronTrainer:
             takes_turns=takes_turns,
             publishes_adapters=config.publishes_adapters,
         )
+        require_nodes(made._algorithm, config.pipeline.nodes)
+        return made
 
     def windows(
         self, order: TrainingOrder, together: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -5,7 +5,7 @@ order. Here the graph of a config is checked before anything starts, drawn by `a
 the producer is run from it (`rollouts/nodes/`). Without torch.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Literal
@@ -31,6 +31,9 @@ FOR_TRAINING: Mapping[str, str] = {
     TOKEN_REWARDS: "for each response a number per sampled token, which is added to its advantage",
 }
 """What a user's node may write for the training, besides numbers per rollout that other nodes read."""
+
+UNSHAPED = "unshaped"
+"""As figures call the reward where a node writes another one (`method.types.UNSHAPED`)."""
 
 READABLE = ("prompt", "responses", "rollouts", "rewards", "reward_parts")
 """What a user's node may read besides what others write: `Prompt`, `Response`s, `RolloutFacts`, one float per rollout,
@@ -94,6 +97,9 @@ def pipeline_of(
         ConfigError: the nodes do not fit together, or not to the algorithm.
     """
     written = {node.written for node in nodes}
+    labels = reward.weights if reward.parts else reward.single_rewards
+    for node in nodes:
+        _require_name(node.name, labels)
     pipeline = Pipeline([*_sources(program, reward), *map(_of_user, nodes), *_of_training(algorithm, written)])
     for node in nodes:
         _require_of_algorithm(algorithm, node)
@@ -106,6 +112,20 @@ def waves_of(nodes: Sequence[PipelineNode]) -> list[list[PipelineNode]]:
     sources = Stage("sources", "", "computation", "producer", (), READABLE)
     waves = Pipeline([sources, *map(_of_user, nodes)]).waves if nodes else []
     return [[by_name[stage.name] for stage in wave] for wave in waves if wave != [sources]]
+
+
+def _require_name(name: str, labels: Collection[str]) -> None:
+    """
+    Raises:
+        ConfigError: figures, or what is trained, would take a node's numbers for something else.
+    """
+    if name in (*FOR_TRAINING, UNSHAPED):
+        remedy = "set `writes` to it, and the name to another word" if name in FOR_TRAINING else "choose another"
+        raise ConfigError(f"pipeline.nodes has the name {name!r}, which means something else: {remedy}")
+    if name in labels:
+        raise ConfigError(
+            f"pipeline.nodes has the name {name!r}, which the reward has, too, and figures would mix: choose another"
+        )
 
 
 def _of_user(node: PipelineNode) -> Stage:
@@ -130,6 +150,8 @@ def _sources(program: str, reward: RewardSection) -> list[Stage]:
 
 def _of_training(algorithm: AlgorithmSection, written: Set[str]) -> list[Stage]:
     rewards = SHAPED_REWARDS if SHAPED_REWARDS in written else "rewards"
+    if algorithm.name == "gdpo":
+        rewards = "reward_parts"
     weights = (ROLLOUT_WEIGHTS,) if ROLLOUT_WEIGHTS in written else ()
     own = tuple(name for name in OF_TOKENS if name in written)
     scored: list[str] = []
@@ -231,3 +253,5 @@ def _require_of_algorithm(algorithm: AlgorithmSection, node: PipelineNode) -> No
         )
     if node.written == SHAPED_REWARDS and algorithm.name == "gdpo":
         raise ConfigError(f"{writes} {named} is made of the parts of the reward: make it a part in [[reward.parts]]")
+    if node.written == SHAPED_REWARDS and algorithm.name == "distillation":
+        raise ConfigError(f"{writes} {named} trains no reward: write {TOKEN_REWARDS!r}, or choose another algorithm")

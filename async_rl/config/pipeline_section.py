@@ -1,7 +1,7 @@
 """The `[pipeline]` section: what a user adds between the reward of a group and its training (docs/pipeline.md)."""
 
 from keyword import iskeyword
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -22,7 +22,7 @@ class PipelineNode(Section):
         description="python:path/to/file.py:function, run in processes of its own as a reward is"
     )
     reads: tuple[DataName, ...] = Field(min_length=1, description="what it is called with (see pipeline.md)")
-    writes: DataName | None = Field(
+    writes: Literal["shaped_rewards", "rollout_weights", "token_weights", "token_rewards"] | None = Field(
         None, description="what its result is; by default a number per rollout by the node's name, for other nodes"
     )
     timeout_s: float = Field(30.0, gt=0, description="for one group, from when its call begins")

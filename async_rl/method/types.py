@@ -160,6 +160,9 @@ RewardParts = tuple[tuple[str, tuple[float, ...]], ...]
 
 Or of any reward: the name of each metric that it reports, and its value for each rollout."""
 
+UNSHAPED = "unshaped"
+"""The metric with the reward itself, where a node of the pipeline writes another one."""
+
 CorrectAt = float | Mapping[str, float] | None
 """The least reward of a correct response: of the whole reward, or by label of parts, of which the first one that scored
 the prompt counts; None if no response is correct or incorrect."""
@@ -186,7 +189,9 @@ def have_signal(rewards: Sequence[float]) -> bool:
 
 
 def num_correct(correct_at: CorrectAt, rewards: Sequence[float], parts: RewardParts) -> int | None:
-    """How many of a prompt's responses are correct; None if that is not defined for them."""
+    """How many of a prompt's responses are correct, by the reward before a node of the pipeline shaped it; None if that
+    is not defined for them."""
+    rewards = dict(parts).get(UNSHAPED, rewards)
     if isinstance(correct_at, Mapping):
         judged = [(correct_at[label], values) for label, values in parts if label in correct_at]
         correct_at, rewards = judged[0] if judged else (None, ())

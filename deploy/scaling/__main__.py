@@ -139,6 +139,9 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"--{name} is {value}: expected at least 1")
     if options.devices and (options.instances or options.replicas):
         parser.error("--devices finds the numbers of instances and replicas itself: leave these out")
+    others = [f"--{name}" for name in ("devices", "instances", "replicas", "prompts", "responses", "json")]
+    if options.graph and (given := [name for name in others if getattr(options, name[2:])]):
+        parser.error(f"{given[0]} is for the records of a run, and --graph shows a config: leave one of them out")
     if not options.graph and (options.output or parser.overrides):
         parser.error(f"{'-o' if options.output else parser.overrides[0]} is for --graph CONFIG: add --graph")
     try:

@@ -1,13 +1,19 @@
 """What a user's own algorithm returns or does wrongly is said, and never changes the on-policy proof."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from async_rl.config.pipeline import FOR_TRAINING
+from async_rl.config.pipeline_section import PipelineNode
 from async_rl.errors import ConfigError
 from async_rl.method.types import Group
+from tests.support.algorithms import algorithm_of, rollouts_of
 from tests.trainer.test_algorithms import train_batch
+from trainer.algorithm_checks import require_nodes, require_weights
 from trainer.trainer import MegatronTrainer
 
 HEAD = """
@@ -100,3 +106,47 @@ def test_an_algorithm_without_totals_trains(
     trainer = make_trainer(tiny_model("qwen3"), name=f"python:{tmp_path / 'mine.py'}:Mine")
     train_batch(trainer, ragged_groups)
     assert trainer.optimizer_step().grad_norm > 0
+
+
+IGNORES = [
+    ("def loss_sum(self, t, r): return LossSum(-t.logprobs_N.sum())", {}, ("token_weights", "token_rewards")),
+    (
+        "def _surrogate(self, t, a, r): return -t.logprobs_N * r.per_token(r.advantages_G, len(t)), {}",
+        {},
+        ("token_weights", "token_rewards"),
+    ),
+    ("needs = Needs(values=True)", {}, ("token_weights", "token_rewards")),
+    ("pass", {"scale_by_std": "batch"}, ("token_rewards",)),
+    ("pass", {}, ()),
+]
+
+
+@pytest.mark.parametrize(("text", "settings", "refused"), IGNORES)
+def test_an_algorithm_that_does_not_use_what_nodes_write_is_refused(
+    text: str, settings: dict[str, object], refused: tuple[str, ...], tmp_path: Path
+) -> None:
+    algorithm = algorithm_of(name=named(tmp_path, text), **settings)
+    for writes in FOR_TRAINING:
+        node = PipelineNode(name="n", function="python:n.py:f", reads=("rewards",), writes=writes)
+        if writes in refused:
+            with pytest.raises(ConfigError, match=f"'n' writes '{writes}', but algorithm Mine"):
+                require_nodes(algorithm, [node])
+        else:
+            require_nodes(algorithm, [node])
+
+
+@pytest.mark.parametrize(("name", "is_used"), [("grpo", True), ("cispo", True), ("gspo", True), ("online_dpo", False)])
+def test_built_in_ones_use_them_or_are_refused(name: str, is_used: bool) -> None:
+    node = PipelineNode(name="n", function="python:n.py:f", reads=("rewards",), writes="token_rewards")
+    with nullcontext() if is_used else pytest.raises(ConfigError, match="no place for numbers of tokens"):
+        require_nodes(algorithm_of(name=name), [node])
+
+
+@pytest.mark.parametrize("body", ["torch.ones(len(r.rewards))", "torch.tensor([1.0 if w else 0.0 for w in r.weights])"])
+def test_weights_of_rollouts_that_an_algorithm_leaves_out_are_refused(body: str, tmp_path: Path) -> None:
+    algorithm = algorithm_of(name=named(tmp_path, f"def weights(self, r): return {body}"))
+    rollouts = replace(rollouts_of([0.0, 1.0]), weights=(0.5, 2.0))
+    with pytest.raises(ConfigError, match=r"expected .* its own times `rollouts.weights`"):
+        require_weights(algorithm, rollouts, algorithm.weights(rollouts))
+    plain = algorithm_of()
+    require_weights(plain, rollouts, plain.weights(rollouts))

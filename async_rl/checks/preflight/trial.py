@@ -125,13 +125,15 @@ async def _try_nodes(config: Config, prompt: Prompt, tokenizer: Tokenizer, trial
     nodes = [
         node.model_copy(update=once | {"timeout_s": min(node.timeout_s, CALL_S)}) for node in config.pipeline.nodes
     ]
-    responses = tuple(_made_up(config, tokenizer))
+    responses = tuple(response for response in _made_up(config, tokenizer) if response.num_sampled)
+    rewards = tuple(float(i % 2) for i in range(len(responses)))
     group = Group(
         iteration=0,
         index=0,
         prompt=prompt,
         responses=responses,
-        rewards=tuple(float(i % 2) for i in range(len(responses))),
+        rewards=rewards,
+        reward_parts=tuple((label, rewards) for label in config.reward.weights),
         weight_version="",
         started_s=0.0,
         finished_s=0.0,
@@ -144,7 +146,10 @@ async def _try_nodes(config: Config, prompt: Prompt, tokenizer: Tokenizer, trial
         trial.errors.append(str(error))
     except NodeFailed as error:
         said = f"tried with made-up responses to row {prompt.prompt_id} (from 0), {error}"
-        trial.errors.append(f"{said.rstrip()}\ncorrect the function of the node")
+        if any(isinstance(each, NotInTime) for each in _causes(error)):
+            trial.warnings.append(said)
+        else:
+            trial.errors.append(f"{said.rstrip()}\ncorrect the function of the node, or start what it asks")
     finally:
         await calls.close()
 

@@ -11,15 +11,12 @@ from async_rl.config.pipeline import OF_TOKENS, ROLLOUT_WEIGHTS, SHAPED_REWARDS,
 from async_rl.config.pipeline_section import PipelineNode
 from async_rl.errors import NodeFailed
 from async_rl.method.token_arrays import Logprobs
-from async_rl.method.types import Group, Prompt, Response, Scores, WeightVersion
+from async_rl.method.types import UNSHAPED, Group, Prompt, Response, Scores, WeightVersion
 from async_rl.rollouts.groups.group_maker import GroupMaker
 from async_rl.rollouts.groups.trajectory import Trajectory
 from async_rl.rollouts.nodes.results import numbers_of
 from async_rl.rollouts.rewards.base import gathered
 from async_rl.shared.workers.function import FunctionFailed, Limits, WatchedFunction
-
-UNSHAPED = "unshaped"
-"""As figures call the reward where a node writes another one."""
 
 
 class NodeCalls:

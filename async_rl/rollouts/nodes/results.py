@@ -10,6 +10,9 @@ from async_rl.rollouts.rewards.base import MAX_REWARD, as_float
 MAX_FACTOR = 1e6
 """Of a weight or a reward of a token, and of a weight of a rollout: products with gradients are summed in float32."""
 
+SMALLEST_WEIGHT = 1e-6
+"""Besides 0: what a batch of much smaller ones is divided by leaves nothing of float32."""
+
 
 class NotNumbers(ValueError):
     """A node returned something else than it writes; says what, and what was expected."""
@@ -37,12 +40,13 @@ def _floats(writes: str, returned: object, num: int, each: str) -> list[float]:
     is_weight = writes in (ROLLOUT_WEIGHTS, TOKEN_WEIGHTS)
     highest = MAX_FACTOR if is_weight or writes in OF_TOKENS else MAX_REWARD
     lowest = 0.0 if is_weight else -highest
-    expected = f"{writes}: expected {num} finite floats from {lowest:g} to {highest:g}, {each}"
+    span = f"0 or from {SMALLEST_WEIGHT:g} to {highest:g}" if is_weight else f"from {lowest:g} to {highest:g}"
+    expected = f"{writes}: expected {num} finite floats, {span}, {each}"
     values = _listed(returned, num, expected)
     floats = [as_float(value) for value in values]
     for value, number in zip(values, floats, strict=True):
         # NaN is neither.
-        if not lowest <= number <= highest:
+        if not lowest <= number <= highest or (is_weight and 0 < number < SMALLEST_WEIGHT):
             raise NotNumbers(f"it returned {value!r:.200} among its values of {expected}")
     return floats
 

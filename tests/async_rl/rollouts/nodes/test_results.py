@@ -50,12 +50,12 @@ OF_ROLLOUTS: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("returned", "said"), OF_ROLLOUTS)
 def test_other_results_are_named(returned: Any, said: str) -> None:
     for writes in ("style", "shaped_rewards", "rollout_weights"):
-        with pytest.raises(NotNumbers, match=rf"{said}.*expected 2 finite floats .* one per rollout"):
+        with pytest.raises(NotNumbers, match=rf"{said}.*expected 2 finite floats, .* one per rollout"):
             numbers_of(writes, returned, 2, LENGTHS)
 
 
 OF_TOKEN: list[tuple[Any, str]] = [
-    ([1.0, 1.0], "returned 1.0 for .*expected 3 finite floats .*sampled token of response 0"),
+    ([1.0, 1.0], "returned 1.0 for .*expected 3 finite floats, .*sampled token of response 0"),
     ([[1.0, 1.0, 1.0]], "returned 1 values for .*expected 2 lists, one per response"),
     ([[1.0, 1.0], [1.0]], "returned 2 values for .*expected 3 .*response 0"),
     ([[1.0, 1.0, 1.0], [float("nan")]], "returned nan among .*response 1"),
@@ -73,6 +73,8 @@ def test_so_are_other_numbers_of_tokens(returned: Any, said: str) -> None:
 def test_weights_are_not_negative() -> None:
     with pytest.raises(NotNumbers, match=r"returned -1\.0 among"):
         numbers_of("rollout_weights", [1.0, -1.0], 2, LENGTHS)
+    with pytest.raises(NotNumbers, match=r"returned 1e-60 among .*0 or from 1e-06 to 1e"):
+        numbers_of("rollout_weights", [1.0, 1e-60], 2, LENGTHS)
     with pytest.raises(NotNumbers, match="returned -1 among"):
         numbers_of("token_weights", [[1, 1, 1], [-1]], 2, LENGTHS)
     assert numbers_of("token_rewards", [[1, 1, 1], [-1]], 2, LENGTHS) == [[1.0, 1.0, 1.0], [-1.0]]
