@@ -31,7 +31,7 @@ from inference_service.weight_transfer.receiver import parameter_views
 from tests.support.tiers import at_night
 from tests.support.trainer import canary_worker, layout_worker
 from trainer.parallel import Parallel
-from trainer.policy.canary_weights import class_of
+from async_rl.shared.tensor_classes import class_of
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]
