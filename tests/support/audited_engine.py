@@ -105,3 +105,43 @@ def edited(edit: Callable[[str, dict[str, Any]], None]) -> Callable[[FastAPI], A
         return call
 
     return wrap
+
+
+async def read_body(receive: Any) -> bytes:
+    """Of a request, whole."""
+    content, is_whole = b"", False
+    while not is_whole:
+        message = await receive()
+        content += message.get("body", b"")
+        is_whole = not message.get("more_body")
+    return content
+
+
+def given(content: bytes, receive: Any) -> Any:
+    """A `receive` that has this body, and then what else comes."""
+    messages = iter([{"type": "http.request", "body": content}])
+
+    async def again() -> Any:
+        return next(messages, None) or await receive()
+
+    return again
+
+
+def asked(edit: Callable[[str, dict[str, Any]], None]) -> Callable[[FastAPI], ASGI]:
+    """A wrapper under which `edit(path, body)` changes the JSON bodies of requests."""
+
+    def wrap(app: FastAPI) -> ASGI:
+        async def call(scope: dict[str, Any], receive: Any, send: Any) -> None:
+            if scope["type"] != "http" or scope["method"] != "POST":
+                await app(scope, receive, send)
+                return
+            body = json.loads(await read_body(receive))
+            edit(scope["path"], body)
+            content = json.dumps(body).encode()
+            kept = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
+            scope = {**scope, "headers": [*kept, (b"content-length", str(len(content)).encode())]}
+            await app(scope, given(content, receive), send)
+
+        return call
+
+    return wrap

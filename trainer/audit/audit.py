@@ -16,6 +16,7 @@ from async_rl.checks.preflight.model import ModelFiles
 from async_rl.errors import ConfigError
 from async_rl.method.proof.gap_limits import MIN_TOKENS, NoiseLimits, noise_scale
 from async_rl.records.findings import Finding, fails, holds, not_tested
+from async_rl.rollouts.publish.canary import CLEARLY
 from async_rl.rollouts.tokenizer import load_tokenizer
 from async_rl.shared.end_tokens import EndTokens
 from async_rl.shared.protocol.adapter import CONFIG_FILE
@@ -54,6 +55,9 @@ from trainer.verify.diagnosis import Diagnosis, diagnose
 
 NO_LIMIT = 2**20
 """Positions of a model whose config.json does not say them."""
+
+NUM_FOR_ENDS = 1024
+"""Tokens among which the place is looked for where an end token is likeliest."""
 
 STALE_PREFIX = "prefix cache kept over the update"
 SOME_WORKERS = "one of several workers"
@@ -126,14 +130,6 @@ def audit(options: Options) -> tuple[dict[str, Any], list[Finding]]:
     )
     recorded = ask(engine, probes, options)
     findings = Auditor(exact, dtype, words, before, recorded).findings()
-    findings += [
-        check_text(engine, TEXTS[0], words.texts[0], words.bos)
-        if words.texts
-        else not_tested("tokens of a text", "the checkpoint has no tokenizer"),
-        check_chat(engine, MESSAGES, words.chat, words.bos),
-    ]
-    facts = facts_of(exact, recorded.by_temperature[next(iter(recorded.by_temperature))], words.ends)
-    findings.append(check_ends(engine, facts, words.ends))
     about = {
         "engine": engine.url,
         "route": engine.route,
@@ -143,6 +139,15 @@ def audit(options: Options) -> tuple[dict[str, Any], list[Finding]]:
         "dtype": dtype,
         "num_tokens": tokens_in(recorded.every),
     }
+    findings += [
+        check_text(engine, TEXTS[0], words.texts[0], words.bos)
+        if words.texts
+        else not_tested("tokens of a text", "the checkpoint has no tokenizer"),
+        check_chat(engine, MESSAGES, words.chat, words.bos),
+    ]
+    if findings[0].outcome == "holds":
+        main = next(iter(recorded.by_temperature.values()))
+        findings.append(check_ends(engine, facts_of(exact, few(main, NUM_FOR_ENDS), words.ends), words.ends))
     return about, findings
 
 
@@ -160,7 +165,7 @@ def read_words(files: ModelFiles) -> Words:
     """
     if files.without_tokenizer() is not None:
         named = EndTokens.of(None, {}, files.config, files.config.get("vocab_size"))
-        return Words((), None, None, named.ids)
+        return Words((), None, files.config.get("bos_token_id"), named.ids)
     tokenizer, tokens = load_tokenizer(files.name, str(files.directory))
     any_tokenizer: Any = tokenizer
     texts = [list(any_tokenizer(text)["input_ids"]) for text in TEXTS]
@@ -171,7 +176,8 @@ def read_words(files: ModelFiles) -> Words:
     # What every source names: engines differ in which of them they read.
     own = any_tokenizer.eos_token_id
     ends = tuple(token for token in tokens.end_token_ids if token == own) or tokens.end_token_ids
-    return Words(texts, chat, any_tokenizer.bos_token_id, ends)
+    bos = any_tokenizer.bos_token_id
+    return Words(texts, chat, files.config.get("bos_token_id") if bos is None else bos, ends)
 
 
 def put_adapters(exact: ExactModel, adapters: dict[str, Adapter]) -> None:
@@ -297,7 +303,7 @@ class Auditor:
         found = [vocabulary]
         for place, (temperature, samples) in enumerate(self._recorded.by_temperature.items()):
             found += self._of_temperature(temperature, samples, is_main=place == 0)
-        found.append(self._long() if self._recorded.long else not_tested("long prompts", "no window, no scaled rope"))
+        found.append(self._long(found))
         found.append(self._cached(found))
         return found
 
@@ -316,7 +322,8 @@ class Auditor:
             self._dtype,
         )
         if said.cause == "temperature" and not said.is_of_sampling:
-            return [fails(check, said.detail, bound, cause=self._named(said, temperature, kept))]
+            shown = f"they are those of temperature {said.temperature:.3g}"
+            return [fails(check, shown, bound, cause=self._named(said, temperature, kept))]
         found = self._explained(evidence, is_main=is_main)
         if found is not None:
             return [fails(check, found.detail, bound, cause=found.cause)]
@@ -345,31 +352,38 @@ class Auditor:
             # Limits in float32 have no room for a hypothesis.
             if not is_main or self._dtype == "float32":
                 return None
-            explainer = Explainer(self._exact, Evidence.of(self._exact, few(evidence.samples), self._dtype))
-            explainer.try_all(self._before.hypotheses(self._exact))
-            explainer.try_all(hypotheses(self._exact, self._dtype, self._words.bos))
-            return explainer.explanation
+            first = Explainer(self._exact, Evidence.of(self._exact, few(evidence.samples), self._dtype))
+            self._try_all(first)
+            # The nearest is looked at again by all tokens.
+            every = Explainer(self._exact, evidence)
+            every.try_all([first.best.hypothesis] if first.best else [])
+            return every.explanation
         are_wide = wide_responses(evidence)
         wrong = [sample for sample, is_wide in zip(evidence.samples, are_wide, strict=True) if is_wide]
-        is_mixed = self._is_mixed(evidence.samples, are_wide)
-        found = self.explain(wrong if is_mixed else evidence.samples)
-        if not is_mixed:
-            return found
+        right = [sample for sample, is_wide in zip(evidence.samples, are_wide, strict=True) if not is_wide]
+        if not _is_mixed(evidence.samples, are_wide):
+            return self.explain(evidence.samples)
+        found = self.explain(wrong)
+        if not self._is_right(right, wrong, found):
+            return self.explain(evidence.samples)
         share = f"{len(wrong)} of {len(are_wide)} responses, also of prompts whose other responses are right"
-        return Explanation(f"{SOME_WORKERS}: {found.cause}", f"{share}: {found.detail}", found.is_whole)
+        return Explanation(f"{SOME_WORKERS}: {found.cause}", f"{share}: {found.detail}")
 
     def explain(self, samples: Sequence[Sample]) -> Explanation:
         """What the engine that gave these computes with."""
         evidence = Evidence.of(self._exact, few(samples), self._dtype)
         explainer = Explainer(self._exact, evidence)
-        explainer.try_all(self._before.hypotheses(self._exact))
-        explainer.try_all(hypotheses(self._exact, self._dtype, self._words.bos))
+        self._try_all(explainer)
         self._try_sets(explainer)
         if (found := explainer.explanation) is not None:
             return found
         named = ", ".join(where_it_matters(self._exact, evidence))
         detail = f"{evidence.distance():.3g} nats per token from the checkpoint, and nothing explains it"
-        return Explanation(OTHER_WEIGHTS, f"{detail}; changes of {named} would, to first order, most", False)
+        return Explanation(OTHER_WEIGHTS, f"{detail}; changes of {named} would, to first order, most")
+
+    def _try_all(self, explainer: Explainer) -> None:
+        explainer.try_all(self._before.hypotheses(self._exact))
+        explainer.try_all(hypotheses(self._exact, self._dtype, self._words.bos))
 
     def _try_sets(self, explainer: Explainer) -> None:
         exact = self._exact
@@ -380,15 +394,20 @@ class Auditor:
             for parts in units_of_before(exact, self._before.values):
                 explainer.try_sets(parts, partial(_stale, parts))
 
-    def _is_mixed(self, samples: Sequence[Sample], are_wide: Sequence[bool]) -> bool:
-        """Whether prompts have both kinds of responses: no fault of weights alone does that."""
-        by_prompt: dict[tuple[int, ...], set[bool]] = {}
-        for sample, is_wide in zip(samples, are_wide, strict=True):
-            by_prompt.setdefault(sample.prompt, set()).add(is_wide)
-        return sum(len(kinds) == 2 for kinds in by_prompt.values()) >= 2
+    def _is_right(self, right: Sequence[Sample], wrong: Sequence[Sample], found: Explanation) -> bool:
+        """Whether the checkpoint is clearly nearer to some responses than to others, which the fault of these does not
+        explain, too."""
+        here, there = (Evidence.of(self._exact, few(samples), self._dtype) for samples in (right, wrong))
+        scored_N = None if found.hypothesis is None else found.hypothesis.score(self._exact, here.samples)
+        is_apart = scored_N is None or here.sigmas(scored_N) < 0
+        return is_apart and here.distance() * CLEARLY < there.distance()
 
-    def _long(self) -> Finding:
+    def _long(self, found: Sequence[Finding]) -> Finding:
         check = "long prompts"
+        if not self._recorded.long:
+            return not_tested(check, "no window, no scaled rope")
+        if any(finding.outcome == "fails" for finding in found):
+            return not_tested(check, "short ones have wrong log-probs, too")
         evidence = Evidence.of(self._exact, self._recorded.long, self._dtype)
         length = len(self._recorded.long[0].prompt)
         bound = f"at most {len(self._recorded.long) - 1} responses wide"
@@ -397,7 +416,7 @@ class Auditor:
         explainer = Explainer(self._exact, evidence)
         explainer.try_all(hypotheses(self._exact, self._dtype, self._words.bos))
         best = explainer.best
-        cause = OTHER_WEIGHTS if best is None else best.name
+        cause = OTHER_WEIGHTS if best is None else best.hypothesis.name
         return fails(check, f"RMS {evidence.rms:.2g} after {length} tokens", bound, cause=cause)
 
     def _cached(self, found: Sequence[Finding]) -> Finding:
@@ -417,10 +436,21 @@ class Auditor:
         return f"RMS {rms:.2g}, mean {mean:.2g}"
 
 
-def _without(units: dict[str, list[str]], name: str, chosen: Sequence[str]) -> Hypothesis:
+def _is_mixed(samples: Sequence[Sample], are_wide: Sequence[bool]) -> bool:
+    """Whether several prompts have both kinds of responses: no fault of all workers does that."""
+    by_prompt: dict[tuple[int, ...], set[bool]] = {}
+    for sample, is_wide in zip(samples, are_wide, strict=True):
+        by_prompt.setdefault(sample.prompt, set()).add(is_wide)
+    return sum(len(kinds) == 2 for kinds in by_prompt.values()) >= 2
+
+
+def _without(units: dict[str, list[str]], chosen: Sequence[str]) -> Hypothesis:
     left_out = {layer for unit in chosen for layer in units[unit]}
-    return of_shares(f"adapters: all but those of {name}", lambda layer: 0.0 if layer in left_out else 1.0)
+    return of_shares(
+        f"adapters: all but those of {' and '.join(sorted(chosen))}", lambda layer: 0.0 if layer in left_out else 1.0
+    )
 
 
-def _stale(units: dict[str, Values], name: str, chosen: Sequence[str]) -> Hypothesis:
+def _stale(units: dict[str, Values], chosen: Sequence[str]) -> Hypothesis:
+    name = f"stale {' and '.join(sorted(chosen))}"
     return by_weights(name, {key: value for unit in chosen for key, value in units[unit].items()})

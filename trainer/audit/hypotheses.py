@@ -38,7 +38,6 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "final_logit_softcapping": (None,),
     "routed_scaling_factor": (1.0,),
     "norm_topk_prob": (True, False),
-    "rms_norm_eps": (1e-5, 1e-6),
 }
 """Keys of config.json that engines were seen to ignore, with the values that stand for that."""
 
@@ -88,10 +87,10 @@ def units_of_before(exact: ExactModel, before: Values) -> tuple[dict[str, Values
     for name, value in before.items():
         if torch.equal(value, own[name]):
             continue
-        key = f"stale {class_name(name)}"
+        key = class_name(name)
         classes[key] = {**classes.get(key, {}), name: value}
         if ".layers." in name:
-            key = f"stale {_layer_of(name)}"
+            key = _layer_of(name)
             layers[key] = {**layers.get(key, {}), name: value}
     return classes, layers
 

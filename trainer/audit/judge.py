@@ -37,11 +37,11 @@ OTHER_WEIGHTS = "other weights"
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`cause` by its name; `detail` with figures. `is_whole`: rounding explains the rest."""
+    """`cause` by its name; `detail` with figures; `hypothesis` where one explains it."""
 
     cause: str
     detail: str
-    is_whole: bool
+    hypothesis: Hypothesis | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +66,15 @@ class Evidence:
         return float((self.expected_N - self.reported_N).square().mean().sqrt())
 
     def distance(self, scored_N: torch.Tensor | None = None) -> float:
-        """Mean |difference| in nats per token, each at most the clip of the limits; of the checkpoint by default."""
+        """Mean |difference| in nats per token; of the checkpoint by default."""
         gaps_N = (self.expected_N if scored_N is None else scored_N) - self.reported_N
-        return float(gaps_N.abs().nan_to_num(math.inf).clamp(max=self.limits.clip).mean())
+        return float(gaps_N.abs().mean())
 
-    def sigmas(self, scored_N: torch.Tensor, beside_N: torch.Tensor | None = None) -> float:
-        """By how many standard errors more than half of the tokens are nearer to these log-probs than to others, by
-        default the checkpoint's."""
-        beside_N = self.expected_N if beside_N is None else beside_N
-        moves_N = (scored_N - beside_N).abs() > LEAST_MOVE
-        nearer_N = (scored_N - self.reported_N).abs() < (beside_N - self.reported_N).abs()
+    def sigmas(self, scored_N: torch.Tensor) -> float:
+        """By how many standard errors more than half of the tokens are nearer to these log-probs than to the
+        checkpoint's."""
+        moves_N = (scored_N - self.expected_N).abs() > LEAST_MOVE
+        nearer_N = (scored_N - self.reported_N).abs() < (self.expected_N - self.reported_N).abs()
         num_moved = int(moves_N.sum())
         if not num_moved:
             return 0.0
@@ -92,73 +91,68 @@ def few(samples: Sequence[Sample], num_tokens: int = NUM_EXPLAINED) -> list[Samp
     return chosen
 
 
-@dataclass(slots=True)
-class _Best:
-    name: str
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A hypothesis with its distance, and the log-probs that it gives, float64 [N]."""
+
+    hypothesis: Hypothesis
     distance: float
+    sigmas: float
     scored_N: torch.Tensor
 
 
 class Explainer:
-    """Looks for what explains `evidence`; `hidden` collects the hypotheses that these tokens cannot tell."""
+    """Looks for what explains `evidence`; `best` is the nearest hypothesis that more tokens are nearer to."""
 
     def __init__(self, exact: ExactModel, evidence: Evidence) -> None:
         self._exact = exact
         self._evidence = evidence
-        self.best: _Best | None = None
-        self.hidden: list[str] = []
+        self.best: Candidate | None = None
 
-    def try_all(self, candidates: Iterable[Hypothesis]) -> None:
-        """Scores them, and keeps the nearest of those that most tokens are nearer to."""
-        for candidate in candidates:
-            self._offer(candidate.name, candidate.score(self._exact, self._evidence.samples))
+    def try_all(self, hypotheses: Iterable[Hypothesis]) -> None:
+        for hypothesis in hypotheses:
+            self._keep(self._scored(hypothesis))
 
-    def try_sets(self, units: Mapping[str, object], make: Callable[[str, Sequence[str]], Hypothesis]) -> None:
+    def try_sets(self, units: Mapping[str, object], make: Callable[[Sequence[str]], Hypothesis]) -> None:
         """Sets of units, such as classes that are stale: the unit that brings the log-probs nearest, then with it the
-        next, as long as most tokens are nearer with it."""
+        next, until rounding explains the rest."""
         chosen: list[str] = []
-        now_N = self._evidence.expected_N
-        while len(chosen) < min(MAX_ROUNDS, len(units)) and not (self.best and self._is_whole(self.best.scored_N)):
-            found: _Best | None = None
-            for unit in (unit for unit in units if unit not in chosen):
-                name = " and ".join([*chosen, unit])
-                scored_N = make(name, [*chosen, unit]).score(self._exact, self._evidence.samples)
-                if scored_N is None:
-                    continue
-                distance = self._evidence.distance(scored_N)
-                if found is None or distance < found.distance:
-                    found = _Best(unit, distance, scored_N)
-            if found is None or self._evidence.sigmas(found.scored_N, now_N) <= SIGMAS:
+        distance = self._evidence.distance()
+        while len(chosen) < min(MAX_ROUNDS, len(units)) and not (self.best and self._is_whole(self.best)):
+            made = {unit: self._scored(make([*chosen, unit])) for unit in units if unit not in chosen}
+            found = {unit: each for unit, each in made.items() if each is not None}
+            nearest = min(found, key=lambda unit: found[unit].distance, default=None)
+            if nearest is None or found[nearest].distance >= distance:
                 return
-            chosen.append(found.name)
-            now_N = found.scored_N
-            self._offer(" and ".join(chosen), now_N)
+            chosen.append(nearest)
+            distance = found[nearest].distance
+            self._keep(found[nearest])
 
     @property
     def explanation(self) -> Explanation | None:
-        """The nearest hypothesis, if it is clearly nearer than the checkpoint."""
-        if self.best is None:
+        """The nearest hypothesis, if six standard errors are for it and it is clearly nearer than the checkpoint."""
+        if self.best is None or self.best.sigmas <= SIGMAS:
             return None
-        own, other = self._evidence.distance(), self.best.distance
-        is_whole = self._is_whole(self.best.scored_N)
+        own, other, name = self._evidence.distance(), self.best.distance, self.best.hypothesis.name
+        is_whole = self._is_whole(self.best)
         if not is_whole and other * CLEARLY >= own:
             return None
         rest = "rounding explains the rest" if is_whole else "which rounding does not explain"
-        detail = f"{own:.3g} nats per token from the checkpoint, {other:.3g} from {self.best.name}: {rest}"
-        return Explanation(self.best.name, detail, is_whole)
+        detail = f"{own:.3g} nats per token from the checkpoint, {other:.3g} with {name}: {rest}"
+        return Explanation(name, detail, self.best.hypothesis)
 
-    def _is_whole(self, scored_N: torch.Tensor) -> bool:
-        return explains(scored_N, self._evidence.reported_N, self._evidence.limits)
+    def _is_whole(self, candidate: Candidate) -> bool:
+        return explains(candidate.scored_N, self._evidence.reported_N, self._evidence.limits)
 
-    def _offer(self, name: str, scored_N: torch.Tensor | None) -> None:
+    def _scored(self, hypothesis: Hypothesis) -> Candidate | None:
+        scored_N = hypothesis.score(self._exact, self._evidence.samples)
         if scored_N is None or not bool(scored_N.isfinite().all()):
-            return
-        sigmas = self._evidence.sigmas(scored_N)
-        if abs(sigmas) <= SIGMAS:
-            self.hidden.append(name)
-        distance = self._evidence.distance(scored_N)
-        if sigmas > SIGMAS and (self.best is None or distance < self.best.distance):
-            self.best = _Best(name, distance, scored_N)
+            return None
+        return Candidate(hypothesis, self._evidence.distance(scored_N), self._evidence.sigmas(scored_N), scored_N)
+
+    def _keep(self, found: Candidate | None) -> None:
+        if found and found.sigmas > 0 and (self.best is None or found.distance < self.best.distance):
+            self.best = found
 
 
 def wide_responses(evidence: Evidence) -> list[bool]:
@@ -185,11 +179,11 @@ def where_it_matters(exact: ExactModel, evidence: Evidence, num_named: int = 3) 
             logits_nV = exact.model(ids, use_cache=False, logits_to_keep=len(sample.tokens)).logits[0].float()
             own_n = (logits_nV / sample.temperature).log_softmax(-1)
             own_n = own_n.gather(1, torch.tensor(sample.tokens, device=exact.device)[:, None])[:, 0]
-            gaps_n = (own_n - reported_n.to(own_n)).clamp(-evidence.limits.clip, evidence.limits.clip)
+            gaps_n = (own_n - reported_n.to(own_n)).clamp(-1, 1)
             gaps_n.square().sum().backward()
         for name, parameter in exact.model.named_parameters():
             if parameter.grad is not None:
-                size = float(parameter.grad.norm() * parameter.norm())
+                size = float(parameter.grad.norm() * parameter.detach().norm())
                 keys = [class_name(name)]
                 if ".layers." in name:
                     keys.append("layer " + name.partition(".layers.")[2].partition(".")[0])
