@@ -1,5 +1,5 @@
-"""Faults of engines that public threads know, planted in the embedded engine: by its checkpoint, in its loaded model, in
-the requests that reach it, or in its answers. `FAULTS` has for each the cause that an audit is to name.
+"""Faults of engines that public threads know, planted in the embedded engine: by its checkpoint, in its loaded model,
+in the requests that reach it, or in its answers. `FAULTS` has for each the cause that an audit is to name.
 
 The checkpoint of an audit is `sound`; `older` is the one of the step before.
 """
@@ -232,7 +232,7 @@ def _noise(part: str) -> Callable[[Model, Setting], None]:
     return change
 
 
-def _adapted(
+def adapted(
     share: Callable[[str], float] = lambda name: 1.0, name: str = "adapter"
 ) -> Callable[[Model, Setting], None]:
     return lambda model, setting: add_adapter(model, setting.directory / name, share)
@@ -379,19 +379,19 @@ FAULTS: dict[str, Fault] = {
     "fp8 for bfloat16": Fault("weights in fp8", change=_fp8, dtype="bfloat16"),
     "four bits for bfloat16": Fault("weights in 4 bits", change=_rounded(7), dtype="bfloat16"),
     "adapters never loaded": Fault("adapters: none of them", needs=ADAPTER),
-    "alpha for alpha / rank": Fault("adapters: all multiplied by 4", change=_adapted(lambda _: 4.0), needs=ADAPTER),
-    "half of alpha": Fault("adapters: all multiplied by 0.5", change=_adapted(lambda _: 0.5), needs=ADAPTER),
+    "alpha for alpha / rank": Fault("adapters: all multiplied by 4", change=adapted(lambda _: 4.0), needs=ADAPTER),
+    "half of alpha": Fault("adapters: all multiplied by 0.5", change=adapted(lambda _: 0.5), needs=ADAPTER),
     "half of the targets": Fault(
-        "adapters: all but those of ", change=_adapted(lambda name: float("mlp" not in name)), needs=ADAPTER
+        "adapters: all but those of ", change=adapted(lambda name: float("mlp" not in name)), needs=ADAPTER
     ),
     "one layer without adapters": Fault(
         "adapters: all but those of model.layers.1",
-        change=_adapted(lambda name: float(".layers.1." not in name)),
+        change=adapted(lambda name: float(".layers.1." not in name)),
         needs=ADAPTER,
         size={"num_hidden_layers": 4},
     ),
     "adapters of the step before": Fault(
-        "adapters: an older version", change=_adapted(name="older adapter"), needs=("adapter", "older adapter")
+        "adapters: an older version", change=adapted(name="older adapter"), needs=("adapter", "older adapter")
     ),
     "rope scaling dropped": Fault(
         "rope scaling ignored",
