@@ -166,7 +166,10 @@ def read_words(files: ModelFiles) -> Words:
     if files.without_tokenizer() is not None:
         named = EndTokens.of(None, {}, files.config, files.config.get("vocab_size"))
         return Words((), None, files.config.get("bos_token_id"), named.ids)
-    tokenizer, tokens = load_tokenizer(files.name, str(files.directory))
+    try:
+        tokenizer, tokens = load_tokenizer(files.name, str(files.directory))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("model.path", files.setting, 1)) from error
     any_tokenizer: Any = tokenizer
     texts = [list(any_tokenizer(text)["input_ids"]) for text in TEXTS]
     chat = None

@@ -1,4 +1,4 @@
-"""Each fault of `tests/support/audit_faults.py` is named, and sound engines have none; the engines are in this process."""
+"""Each fault of `tests/support/audit_faults.py` is named, and sound engines have none; engines are in this process."""
 
 from collections.abc import Iterator
 from pathlib import Path
