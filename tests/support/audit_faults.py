@@ -127,13 +127,13 @@ def add_adapter(model: Model, directory: Path, share: Callable[[str], float] = l
             module.weight += (share(name) * ALPHA / RANK * (b @ a)).to(module.weight.dtype)
 
 
-def _stale(part: str) -> Callable[[Model, Setting], None]:
-    """Tensors with `part` in their names are those of the step before."""
+def _stale(*parts: str) -> Callable[[Model, Setting], None]:
+    """Tensors with one of `parts` in their names are those of the step before."""
 
     def change(model: Model, setting: Setting) -> None:
         older = dict(AutoModelForCausalLM.from_pretrained(setting.older, dtype=torch.float32).named_parameters())
         for name, parameter in model.named_parameters():
-            if part in name:
+            if any(part in name for part in parts):
                 parameter.copy_(older[name])
 
     return change
@@ -294,7 +294,9 @@ def _one_of_two(setting: Setting) -> Callable[[Any], ASGI]:
                 await app(scope, given(body, receive), send)
                 return
             async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-                answer = await client.post(url + scope["path"], content=body)
+                answer = await client.post(
+                    url + scope["path"], content=body, headers={"Content-Type": "application/json"}
+                )
             headers = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
             await send({"type": "http.response.body", "body": answer.content})
@@ -362,7 +364,7 @@ FAULTS: dict[str, Fault] = {
     "one class old": Fault("stale down", change=_stale("down_proj"), needs=BEFORE),
     "two classes old": Fault(
         "stale k and q",
-        change=lambda m, s: [_stale(p)(m, s) for p in ("q_proj", "k_proj")] and None,
+        change=_stale("q_proj", "k_proj"),
         needs=BEFORE,
     ),
     "an old embedding": Fault("stale embedding", change=_stale("embed_tokens"), needs=BEFORE),

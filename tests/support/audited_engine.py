@@ -4,7 +4,7 @@ import json
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,11 @@ def with_config(checkpoint: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-def edited(edit: Callable[[str, dict[str, Any]], None]) -> Callable[[FastAPI], ASGI]:
+def edited(edit: Callable[[str, dict[str, Any]], None]) -> Callable[[Any], ASGI]:
     """A wrapper under which `edit(path, body)` changes the JSON bodies of answers."""
 
-    def wrap(app: FastAPI) -> ASGI:
-        async def call(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+    def wrap(app: Any) -> ASGI:
+        async def call(scope: dict[str, Any], receive: Any, send: Any) -> None:
             if scope["type"] != "http":
                 await app(scope, receive, send)
                 return
@@ -127,10 +127,10 @@ def given(content: bytes, receive: Any) -> Any:
     return again
 
 
-def asked(edit: Callable[[str, dict[str, Any]], None]) -> Callable[[FastAPI], ASGI]:
+def asked(edit: Callable[[str, dict[str, Any]], None]) -> Callable[[Any], ASGI]:
     """A wrapper under which `edit(path, body)` changes the JSON bodies of requests."""
 
-    def wrap(app: FastAPI) -> ASGI:
+    def wrap(app: Any) -> ASGI:
         async def call(scope: dict[str, Any], receive: Any, send: Any) -> None:
             if scope["type"] != "http" or scope["method"] != "POST":
                 await app(scope, receive, send)

@@ -39,7 +39,6 @@ from trainer.audit.judge import (
     Explainer,
     Explanation,
     few,
-    where_it_matters,
     wide_responses,
 )
 from trainer.audit.probes import MESSAGES, TEMPERATURES, TEXTS, Probes, make_probes, needed_length
@@ -380,9 +379,10 @@ class Auditor:
         self._try_sets(explainer)
         if (found := explainer.explanation) is not None:
             return found
-        named = ", ".join(where_it_matters(self._exact, evidence))
         detail = f"{evidence.distance():.3g} nats per token from the checkpoint, and nothing explains it"
-        return Explanation(OTHER_WEIGHTS, f"{detail}; changes of {named} would, to first order, most")
+        if explainer.best is not None:
+            detail += f"; the nearest is {explainer.best.hypothesis.name}, {explainer.best.distance:.3g} away"
+        return Explanation(OTHER_WEIGHTS, detail)
 
     def _try_all(self, explainer: Explainer) -> None:
         explainer.try_all(self._before.hypotheses(self._exact))

@@ -249,7 +249,7 @@ def _of_rope(rope: Mapping[str, Any]) -> Iterator[Hypothesis]:
         return {kind: change(own) if isinstance(own, Mapping) else own for kind, own in rope.items()}
 
     def is_scaled(own: Mapping[str, Any]) -> bool:
-        return own.get("rope_type", "default") != "default"
+        return bool(own.get("rope_type", "default") != "default")
 
     ropes = [rope] if "rope_theta" in rope else [own for own in rope.values() if isinstance(own, Mapping)]
     if any(map(is_scaled, ropes)):

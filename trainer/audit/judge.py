@@ -20,7 +20,7 @@ from async_rl.rollouts.publish.canary import CLEARLY
 from async_rl.rollouts.publish.probe import MAX_WIDE, WIDE
 from trainer.audit.engine import Sample, tokens_in
 from trainer.audit.exact_model import ExactModel, reported
-from trainer.audit.hypotheses import Hypothesis, class_name
+from trainer.audit.hypotheses import Hypothesis
 from trainer.verify.diagnosis import explains
 
 NUM_EXPLAINED = 320
@@ -161,37 +161,3 @@ def wide_responses(evidence: Evidence) -> list[bool]:
     gaps_N = (evidence.expected_N - evidence.reported_N).abs()
     parts = gaps_N.split([len(sample.tokens) for sample in evidence.samples])
     return [float((part > WIDE * evidence.limits.noise).double().mean()) > MAX_WIDE for part in parts]
-
-
-def where_it_matters(exact: ExactModel, evidence: Evidence, num_named: int = 3) -> list[str]:
-    """The classes, then the layers, of which the same relative change would bring log-probs nearest, to first order.
-
-    One pass forward and back, which takes the memory of the weights' gradient.
-    """
-    for parameter in exact.model.parameters():
-        parameter.requires_grad_(True)
-    sizes: dict[str, float] = {}
-    try:
-        for sample, reported_n in zip(
-            evidence.samples, evidence.reported_N.split([len(s.tokens) for s in evidence.samples]), strict=True
-        ):
-            ids = torch.tensor([[*sample.prompt, *sample.tokens[:-1]]], device=exact.device)
-            logits_nV = exact.model(ids, use_cache=False, logits_to_keep=len(sample.tokens)).logits[0].float()
-            own_n = (logits_nV / sample.temperature).log_softmax(-1)
-            own_n = own_n.gather(1, torch.tensor(sample.tokens, device=exact.device)[:, None])[:, 0]
-            gaps_n = (own_n - reported_n.to(own_n)).clamp(-1, 1)
-            gaps_n.square().sum().backward()
-        for name, parameter in exact.model.named_parameters():
-            if parameter.grad is not None:
-                size = float(parameter.grad.norm() * parameter.detach().norm())
-                keys = [class_name(name)]
-                if ".layers." in name:
-                    keys.append("layer " + name.partition(".layers.")[2].partition(".")[0])
-                for key in keys:
-                    sizes[key] = math.hypot(sizes.get(key, 0.0), size)
-    finally:
-        for parameter in exact.model.parameters():
-            parameter.grad = None
-            parameter.requires_grad_(False)
-    classes, layers = ([key for key in sizes if key.startswith("layer ") is is_layer] for is_layer in (False, True))
-    return [key for keys in (classes, layers) for key in sorted(keys, key=lambda key: -sizes[key])[:num_named]]

@@ -24,13 +24,14 @@ def run(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.distributed
-def test_the_command_says_what_holds_and_ends_with_1_for_another_model(tiny_model: TinyModel) -> None:
-    with audited_engine(tiny_model("qwen3")) as url:
-        other = run("--engine", url, "--checkpoint", str(tiny_model("qwen3", seed=1)), "--json")
+def test_the_command_says_what_holds_and_what_does_not_and_ends_with_1(tiny_model: TinyModel) -> None:
+    with audited_engine(tiny_model("qwen3"), "--logprobs-mode", "raw_logprobs") as url:
+        other = run("--engine", url, "--checkpoint", str(tiny_model("qwen3")), "--json")
     assert other.returncode == 1, other.stderr
     found = json.loads(other.stdout)
     assert found["holds"] is False and found["route"] == "/inference/v1/generate"
-    assert {f["cause"] for f in found["findings"] if f["outcome"] == "fails"} == {"other weights"}
+    assert [f["cause"] for f in found["findings"] if f["outcome"] == "fails"] == ["raw log-probs"]
+    assert "log-probs at temperature 1" in [f["check"] for f in found["findings"] if f["outcome"] == "holds"]
 
 
 @pytest.mark.nightly
