@@ -1,5 +1,5 @@
-"""What `async-rl verify` and `async-rl audit` report: one finding for each check, whether all that was tested holds, and
-how that is shown: a table in a terminal, lines elsewhere, and JSON."""
+"""What `async-rl verify` and `async-rl audit` report: one finding for each check, whether all that was tested holds,
+and how that is shown: a table in a terminal, lines elsewhere, and JSON."""
 
 import json
 from collections.abc import Mapping, Sequence

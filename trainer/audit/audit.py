@@ -21,7 +21,15 @@ from async_rl.rollouts.tokenizer import load_tokenizer
 from async_rl.shared.end_tokens import EndTokens
 from async_rl.shared.protocol.adapter import CONFIG_FILE
 from trainer.audit.engine import Engine, Sample, tokens_in
-from trainer.audit.exact_model import Adapter, ExactModel, load_exact, meant_dtype, read_adapter, token_logprobs
+from trainer.audit.exact_model import (
+    Adapter,
+    ExactModel,
+    load_exact,
+    meant_dtype,
+    read_adapter,
+    reported,
+    token_logprobs,
+)
 from trainer.audit.hypotheses import (
     Hypothesis,
     Values,
@@ -43,6 +51,7 @@ from trainer.audit.judge import (
 )
 from trainer.audit.probes import MESSAGES, TEMPERATURES, TEXTS, Probes, make_probes, needed_length
 from trainer.audit.text_checks import (
+    NUM_SORTED,
     check_chat,
     check_draws,
     check_ends,
@@ -54,9 +63,6 @@ from trainer.verify.diagnosis import Diagnosis, diagnose
 
 NO_LIMIT = 2**20
 """Positions of a model whose config.json does not say them."""
-
-NUM_FOR_ENDS = 1024
-"""Tokens among which the place is looked for where an end token is likeliest."""
 
 STALE_PREFIX = "prefix cache kept over the update"
 SOME_WORKERS = "one of several workers"
@@ -128,7 +134,8 @@ def audit(options: Options) -> tuple[dict[str, Any], list[Finding]]:
         frozenset(words.ends),
     )
     recorded = ask(engine, probes, options)
-    findings = Auditor(exact, dtype, words, before, recorded).findings()
+    auditor = Auditor(exact, dtype, words, before, recorded)
+    findings = auditor.findings()
     about = {
         "engine": engine.url,
         "route": engine.route,
@@ -144,9 +151,8 @@ def audit(options: Options) -> tuple[dict[str, Any], list[Finding]]:
         else not_tested("tokens of a text", "the checkpoint has no tokenizer"),
         check_chat(engine, MESSAGES, words.chat, words.bos),
     ]
-    if findings[0].outcome == "holds":
-        main = next(iter(recorded.by_temperature.values()))
-        findings.append(check_ends(engine, facts_of(exact, few(main, NUM_FOR_ENDS), words.ends), words.ends))
+    if auditor.ends or not words.ends:
+        findings.append(check_ends(engine, auditor.ends, words.ends))
     return about, findings
 
 
@@ -296,6 +302,8 @@ class Auditor:
         self._before = before
         self._recorded = recorded
         self._limits = NoiseLimits(noise_scale(dtype))
+        self.ends: list[tuple[float, tuple[int, ...]]] = []
+        """As `Facts.ends`."""
 
     def findings(self) -> list[Finding]:
         vocabulary = check_vocabulary(self._recorded.every, self._exact.vocab_size)
@@ -311,13 +319,15 @@ class Auditor:
 
     def _of_temperature(self, temperature: float, samples: Sequence[Sample], *, is_main: bool) -> list[Finding]:
         check = f"log-probs at temperature {temperature:g}"
-        evidence = Evidence.of(self._exact, samples, self._dtype)
+        facts = facts_of(self._exact, samples, self._words.ends, NUM_SORTED if is_main else 0)
+        self.ends += facts.ends
+        evidence = Evidence(samples, facts.logprobs_N, reported(samples), self._limits)
         bound = self._bound(len(evidence.reported_N))
         if tokens_in(samples) < MIN_TOKENS:
             return [not_tested(check, f"{tokens_in(samples)} tokens, of {MIN_TOKENS} that are needed")]
         kept = few(samples, 2 * MIN_TOKENS)
         said = diagnose(
-            Evidence.of(self._exact, kept, self._dtype).reported_N,
+            reported(kept),
             _Kept(self._exact, kept),
             self._limits,
             temperature,
@@ -330,7 +340,6 @@ class Auditor:
         if found is not None:
             return [fails(check, found.detail, bound, cause=found.cause)]
         shown = f"RMS {evidence.rms:.2g} of {len(evidence.reported_N)} tokens"
-        facts = facts_of(self._exact, samples, ())
         likeliest = said.temperature if said.is_of_sampling else None
         return [
             holds(check, shown, bound),
@@ -341,9 +350,8 @@ class Auditor:
         """A temperature that is not applied, to the log-probs or to the draws."""
         if said.temperature is None or abs(said.temperature - 1) > 0.01:
             return "log-probs of another temperature"
-        facts = facts_of(self._exact, [replace(sample, temperature=1.0) for sample in samples], ())
-        gaps_N = facts.logprobs_N - Evidence.of(self._exact, samples, self._dtype).reported_N
-        found = check_draws(facts, facts.logprobs_N - gaps_N, 1.0, None)
+        facts = facts_of(self._exact, [replace(sample, temperature=1.0) for sample in samples])
+        found = check_draws(facts, reported(samples), 1.0, None)
         own = _Kept(self._exact, samples)
         colder, plain = (float(own.logprobs_at(t).sum()) for t in (temperature, 1.0))
         return UNAPPLIED if found.outcome != "fails" and plain > colder else RAW

@@ -38,13 +38,12 @@ class Facts:
     infinite where one was not."""
 
 
-def facts_of(exact: ExactModel, samples: Sequence[Sample], ends: Sequence[int]) -> Facts:
-    """One pass over the samples."""
+def facts_of(exact: ExactModel, samples: Sequence[Sample], ends: Sequence[int] = (), num_sorted: int = 0) -> Facts:
+    """One pass over the samples; the distributions of `num_sorted` tokens are sorted, too."""
     logprobs: dict[int, torch.Tensor] = {}
     ratios: dict[int, torch.Tensor] = {}
     found = Facts(torch.empty(0), torch.empty(0))
     kept = dict.fromkeys((*(f"top_p {p:g}" for p in NUCLEI), *(f"top_k {k}" for k in TOPS)), 0.0)
-    num_sorted = 0
     for i, logits_nV in exact.logits(samples):
         sample = samples[i]
         logprobs[i] = token_logprobs(logits_nV, sample.tokens, sample.temperature)
@@ -53,8 +52,8 @@ def facts_of(exact: ExactModel, samples: Sequence[Sample], ends: Sequence[int]) 
             of_ends_n = logits_nV.softmax(-1)[:, list(ends)].sum(-1)
             place = int(of_ends_n.argmax())
             found.ends.append((float(of_ends_n[place]), (*sample.prompt, *sample.tokens[:place])))
-        if num_sorted < NUM_SORTED:
-            num_sorted += len(sample.tokens)
+        if num_sorted > 0:
+            num_sorted -= len(sample.tokens)
             for name, masses_n in _kept_masses(logits_nV / sample.temperature, sample.tokens).items():
                 kept[name] -= float(masses_n.log().sum())
     found.logprobs_N, found.log_ratios_KN = joined(logprobs), torch.cat([ratios[i] for i in sorted(ratios)], dim=1)
@@ -106,12 +105,16 @@ def check_draws(facts: Facts, reported_N: torch.Tensor, temperature: float, like
     return holds(check, f"log-ratio {max(gaps.hotter_sum, gaps.colder_sum):.1f} of {gaps.num_drawn} tokens", bound)
 
 
-def check_ends(engine: Engine, facts: Facts, ends: Sequence[int]) -> Finding:
-    """Whether a response ends at an end token, and end tokens are drawn as often as the checkpoint has them."""
+def check_ends(engine: Engine, places: Sequence[tuple[float, tuple[int, ...]]], ends: Sequence[int]) -> Finding:
+    """Whether a response ends at an end token, and end tokens are drawn as often as the checkpoint has them.
+
+    Args:
+        places: as `Facts.ends`.
+    """
     check = "end tokens"
     if not ends:
         return not_tested(check, "the checkpoint names none (eos_token_id)")
-    probability, prompt = max(facts.ends)
+    probability, prompt = max(places)
     samples = engine.ask([Ask(prompt, END_LENGTH, ignores_end=False)] * NUM_ENDS)
     passed = [sample for sample in samples if any(token in ends for token in sample.tokens[:-1])]
     if passed:

@@ -9,9 +9,9 @@ from rich.console import Console
 
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError, RunDirInUse
+from async_rl.records.findings import fails, holds, not_tested, show, write_report
 from async_rl.shared.locks.run_lock import LOCK_FILE
 from deploy.verify.__main__ import MARK, common_overrides, main, take_directory
-from async_rl.records.findings import fails, holds, not_tested, show, write_report
 from deploy.verify.verification import Scope
 from tests.support.local_run import Run
 
