@@ -15,7 +15,7 @@ import httpx
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.audited_engine import ASGI, asked, audited_engine, edited, given, read_body, with_config
 from tests.support.tiny_model import make_tiny_model
@@ -265,6 +265,27 @@ def _text_tokens(edit_ids: Callable[[list[int]], list[int]]) -> Callable[[Settin
     return lambda setting: edited(edit)
 
 
+def _other_template(setting: Setting) -> Callable[[Any], ASGI]:
+    """Answers /tokenize, as vLLM does, with a system prompt that the checkpoint's template does not have."""
+    tokenizer = AutoTokenizer.from_pretrained(setting.sound)
+
+    def wrap(app: Any) -> ASGI:
+        async def call(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+            if scope["type"] != "http" or scope["path"] != "/tokenize":
+                await app(scope, receive, send)
+                return
+            messages = json.loads(await read_body(receive))["messages"]
+            messages = [{"role": "system", "content": "Be brief."}, *messages]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            content = json.dumps({"tokens": tokenizer(text, add_special_tokens=False)["input_ids"]}).encode()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": content})
+
+        return call
+
+    return wrap
+
+
 def _padded(rows: int) -> Callable[[Model, Setting], None]:
     def change(model: Model, setting: Setting) -> None:
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -426,6 +447,7 @@ FAULTS: dict[str, Fault] = {
     "BOS ahead of each prompt": Fault("BOS added", size={"bos_token_id": 2}, wrap=_prompts(lambda ids: [2, *ids])),
     "a prompt's first token lost": Fault("first token dropped", wrap=_prompts(lambda ids: ids[1:])),
     "another tokenizer": Fault("tokenizer mismatch", wrap=_text_tokens(lambda ids: [*ids[:3], ids[3] + 1, *ids[4:]])),
+    "another chat template": Fault("chat template drift", wrap=_other_template),
     "a padded vocabulary": Fault("padded vocabulary drawn", change=_padded(104)),
     "end tokens ignored": Fault("end token ignored", wrap=_params(ignore_eos=True)),
     "one of two engines old": Fault("one of several workers: stale every tensor", wrap=_one_of_two, needs=BEFORE),
