@@ -6,6 +6,8 @@ be, so that a balancer spreads them over its workers; `Engine.timeout_s` limits 
 """
 
 import math
+import threading
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -147,8 +149,9 @@ class Engine:
 
     def __init__(self, url: str, timeout_s: float, token: str | None = None, model: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self._client = HttpClient(self.url, timeout_s, token)
+        self._clients = threading.local()
         self._timeout_s = timeout_s
+        self._token = token
         self._model = model
         self._route: _Route | None = None
         self.max_length: int | None = None
@@ -217,9 +220,16 @@ class Engine:
             return None
         return self._valid(TOKENIZE, partial(_Tokens.model_validate_json, answer.body), answer.body).tokens
 
+    def _client(self) -> HttpClient:
+        """Of this thread."""
+        if not hasattr(self._clients, "own"):
+            self._clients.own = HttpClient(self.url, self._timeout_s, self._token)
+        client: HttpClient = self._clients.own
+        return client
+
     def _read_cards(self) -> None:
         try:
-            answer = self._client.get(routes.MODELS)
+            answer = self._client().get(routes.MODELS)
         except NoAnswer as error:
             raise self._unreachable(routes.MODELS, error) from error
         if answer.status in NO_ROUTE:
@@ -263,7 +273,7 @@ class Engine:
 
     def _send(self, path: str, body: BaseModel) -> HttpResponse:
         try:
-            return self._client.post(path, body)
+            return self._client().post(path, body)
         except NoAnswer as error:
             raise self._unreachable(path, error) from error
 
@@ -304,7 +314,9 @@ def _generate_body(ask: Ask, model: str | None) -> BaseModel:
     params = SamplingParams(
         max_tokens=ask.max_tokens, temperature=ask.temperature, ignore_eos=ask.ignores_end, logprobs=0
     )
-    return GenerateRequest(token_ids=list(ask.prompt), sampling_params=params, model=model)
+    # vLLM refuses a request without an id where the field is null.
+    name = f"audit-{uuid.uuid4().hex}"
+    return GenerateRequest(token_ids=list(ask.prompt), sampling_params=params, model=model, request_id=name)
 
 
 def _read_generate(body: bytes) -> Tokens | None:

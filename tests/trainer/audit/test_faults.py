@@ -12,7 +12,7 @@ from tests.support.tiers import at_night
 from tests.support.tiny_model import make_tiny_model
 from trainer.audit.audit import Options, audit
 
-pytestmark = pytest.mark.computes
+pytestmark = [pytest.mark.computes, pytest.mark.distributed]
 
 BY_DAY = ("two classes old", "one of two engines old")
 """One of weights with --before, and one that is not of weights alone; the rest needs no other machinery."""
