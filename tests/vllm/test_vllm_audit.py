@@ -28,27 +28,28 @@ def _exchanged(tensors: Tensors, first: str, second: str) -> None:
         tensors[name], tensors[other] = tensors[other], tensors[name]
 
 
-def _moved(tensors: Tensors, part: str = "") -> None:
+def _moved(tensors: Tensors, part: str = "", *, others: bool = False) -> None:
+    """Tensors with `part` in their names, or all but these, are some 5% otherwise."""
     generator = torch.Generator().manual_seed(1)
     for name in sorted(tensors):
-        if part in name:
+        if (part in name) is not others:
             tensors[name] = tensors[name] * (1 + 0.05 * torch.randn(tensors[name].shape, generator=generator))
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What the checkpoint has otherwise; with `before` the server's own model is the step before."""
+    """What the checkpoint has otherwise. `old`: the server has these tensors of the step before, "" for all of them."""
 
     cause: str
     change: Callable[[Tensors], None] = lambda tensors: None
     config: Mapping[str, Any] = field(default_factory=dict)
-    before: bool = False
+    old: str | None = None
 
 
 CASES = {
-    "all old": Case("stale every tensor", _moved, before=True),
-    "one layer old": Case("stale model.layers.1", lambda t: _moved(t, ".layers.1."), before=True),
-    "one class old": Case("stale down", lambda t: _moved(t, "down_proj"), before=True),
+    "all old": Case("stale every tensor", _moved, old=""),
+    "one layer old": Case("stale model.layers.1", lambda t: _moved(t, ".layers.1."), old=".layers.1."),
+    "one class old": Case("stale down", lambda t: _moved(t, "down_proj"), old="down_proj"),
     "gate and up exchanged": Case("gate and up exchanged", lambda t: _exchanged(t, "gate_proj", "up_proj")),
     "k and v exchanged": Case("k and v exchanged", lambda t: _exchanged(t, "k_proj", "v_proj")),
     "another rope theta": Case(
@@ -61,16 +62,23 @@ CASES = {
 }
 
 
+def _copy(model: Path, target: Path, change: Callable[[Tensors], None]) -> Path:
+    shutil.copytree(model, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
 @pytest.fixture
 def findings(request: pytest.FixtureRequest, vllm: Instance, vllm_model: Path, tmp_path: Path) -> list[Finding]:
     case: Case = request.param
-    checkpoint = shutil.copytree(vllm_model, tmp_path / "checkpoint")
-    tensors = load_file(checkpoint / "model.safetensors")
-    case.change(tensors)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, checkpoint / "model.safetensors", {"format": "pt"})
+    checkpoint = _copy(vllm_model, tmp_path / "checkpoint", case.change)
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, **case.config}))
-    before = vllm_model if case.before else None
+    before, old = None, case.old
+    if old is not None:
+        before = _copy(vllm_model, tmp_path / "before", lambda tensors: _moved(tensors, old, others=True))
     return audit(Options(vllm.url, str(checkpoint), dtype="float32", before=before, token=TOKEN))[1]
 
 
