@@ -6,18 +6,18 @@ The checkpoint of an audit is `sound`; `older` is the one of the step before.
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from tests.support.audited_engine import ASGI, asked, audited_engine, edited, given, read_body, with_config
+from tests.support.audit_wrappers import kept_prefixes, one_of_two, other_template
+from tests.support.audited_engine import ASGI, asked, audited_engine, edited, with_config
 from tests.support.tiny_model import make_tiny_model
 
 STEP = 0.05
@@ -265,111 +265,12 @@ def _text_tokens(edit_ids: Callable[[list[int]], list[int]]) -> Callable[[Settin
     return lambda setting: edited(edit)
 
 
-def _other_template(setting: Setting) -> Callable[[Any], ASGI]:
-    """Answers /tokenize, as vLLM does, with a system prompt that the checkpoint's template does not have."""
-    tokenizer = AutoTokenizer.from_pretrained(setting.sound)
-
-    def wrap(app: Any) -> ASGI:
-        async def call(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-            if scope["type"] != "http" or scope["path"] != "/tokenize":
-                await app(scope, receive, send)
-                return
-            messages = json.loads(await read_body(receive))["messages"]
-            messages = [{"role": "system", "content": "Be brief."}, *messages]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            content = json.dumps({"tokens": tokenizer(text, add_special_tokens=False)["input_ids"]}).encode()
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": content})
-
-        return call
-
-    return wrap
-
-
 def _padded(rows: int) -> Callable[[Model, Setting], None]:
     def change(model: Model, setting: Setting) -> None:
         model.resize_token_embeddings(rows, mean_resizing=False)
         model.lm_head.weight[-8:] = 0.0
 
     return change
-
-
-def _one_of_two(setting: Setting) -> Callable[[Any], ASGI]:
-    """Every second request is answered by another engine, which has the weights of the step before."""
-    stack = ExitStack()
-    url = stack.enter_context(audited_engine(setting.older, "--dtype", setting.fault.dtype))
-    number = [0]
-
-    def wrap(app: Any) -> ASGI:
-        async def call(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-            if scope["type"] != "http" or scope["path"] != "/inference/v1/generate":
-                if scope["type"] == "lifespan":
-                    await app(scope, receive, send)
-                    stack.close()
-                    return
-                await app(scope, receive, send)
-                return
-            body = await read_body(receive)
-            number[0] += 1
-            if number[0] % 2:
-                await app(scope, given(body, receive), send)
-                return
-            async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-                answer = await client.post(
-                    url + scope["path"], content=body, headers={"Content-Type": "application/json"}
-                )
-            headers = [(b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
-            await send({"type": "http.response.body", "body": answer.content})
-
-        return call
-
-    return wrap
-
-
-def _kept_prefixes(setting: Setting) -> Callable[[Any], ASGI]:
-    """Keys and values of prompts that came before the update are computed with the weights of before."""
-    old, new = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        for path in (setting.older, setting.sound)
-    )
-    known: set[tuple[int, ...]] = set()
-
-    def answer(prompt: tuple[int, ...], params: Mapping[str, Any]) -> dict[str, Any]:
-        with torch.no_grad():
-            cache = old(torch.tensor([prompt[:-1]]), use_cache=True).past_key_values
-            tokens, content, last = [], [], prompt[-1]
-            for _ in range(params["max_tokens"]):
-                made = new(torch.tensor([[last]]), past_key_values=cache, use_cache=True)
-                logprobs = (made.logits[0, -1] / params["temperature"]).log_softmax(-1)
-                last = int(logprobs.exp().multinomial(1))
-                tokens.append(last)
-                content.append({"token_id": last, "logprob": float(logprobs[last])})
-        choice = {"index": 0, "finish_reason": "length", "token_ids": tokens, "logprobs": {"content": content}}
-        return {"request_id": "kept", "choices": [choice]}
-
-    def wrap(app: Any) -> ASGI:
-        async def call(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-            if scope["type"] != "http" or scope["path"] != "/inference/v1/generate":
-                await app(scope, receive, send)
-                return
-            content = await read_body(receive)
-            body = json.loads(content)
-            prompt = tuple(body["token_ids"])
-            if not (setting.directory / "updated").exists():
-                known.add(prompt)
-            if (setting.directory / "updated").exists() and prompt in known:
-                content = json.dumps(answer(prompt, body["sampling_params"])).encode()
-                headers = [(b"content-type", b"application/json")]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": content})
-                return
-
-            await app(scope, given(content, receive), send)
-
-        return call
-
-    return wrap
 
 
 RAW = ("--logprobs-mode", "raw_logprobs")
@@ -434,7 +335,9 @@ FAULTS: dict[str, Fault] = {
         f"window of {WINDOW - 1}", "mistral", size={"sliding_window": WINDOW}, config={"sliding_window": WINDOW - 1}
     ),
     "prefixes kept over an update": Fault(
-        "prefix cache kept over the update", wrap=_kept_prefixes, needs=("before", "update")
+        "prefix cache kept over the update",
+        wrap=lambda s: kept_prefixes(s.older, s.sound, s.directory / "updated"),
+        needs=("before", "update"),
     ),
     "a temperature that the report lacks": Fault(
         "draws at a lower temperature than reported", wrap=_params(temperature=0.8), arguments=RAW
@@ -447,10 +350,12 @@ FAULTS: dict[str, Fault] = {
     "BOS ahead of each prompt": Fault("BOS added", size={"bos_token_id": 2}, wrap=_prompts(lambda ids: [2, *ids])),
     "a prompt's first token lost": Fault("first token dropped", wrap=_prompts(lambda ids: ids[1:])),
     "another tokenizer": Fault("tokenizer mismatch", wrap=_text_tokens(lambda ids: [*ids[:3], ids[3] + 1, *ids[4:]])),
-    "another chat template": Fault("chat template drift", wrap=_other_template),
+    "another chat template": Fault("chat template drift", wrap=lambda s: other_template(s.sound)),
     "a padded vocabulary": Fault("padded vocabulary drawn", change=_padded(104)),
     "end tokens ignored": Fault("end token ignored", wrap=_params(ignore_eos=True)),
-    "one of two engines old": Fault("one of several workers: stale every tensor", wrap=_one_of_two, needs=BEFORE),
+    "one of two engines old": Fault(
+        "one of several workers: stale every tensor", wrap=lambda s: one_of_two(s.older, s.fault.dtype), needs=BEFORE
+    ),
     "a matrix with noise": Fault("other weights", change=_noise("layers.0.mlp.down_proj")),
 }
 """By a name that says what it is."""

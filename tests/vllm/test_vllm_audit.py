@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from async_rl.records.findings import Finding, all_hold
 from tests.support.running_instance import Instance
-from trainer.audit.audit import Options, audit
+from trainer.audit.audit import audit
+from trainer.audit.given import Options
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(900)]
 

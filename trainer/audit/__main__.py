@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         require_extras("async-rl audit", "serve")
         # They take seconds to import, and a wrong option is reported before.
-        from trainer.audit.audit import Options, audit
+        from trainer.audit.audit import audit
+        from trainer.audit.given import Options
 
         about, findings = audit(Options(**arguments, token=os.environ.get("ASYNC_RL_TOKEN")))
     except AsyncRLError as error:

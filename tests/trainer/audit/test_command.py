@@ -14,7 +14,8 @@ from async_rl.errors import ConfigError
 from async_rl.shared.net.free_ports import free_ports
 from tests.support.audit_faults import save_adapter
 from tests.support.audited_engine import audited_engine, with_config
-from trainer.audit.audit import Options, audit, update
+from trainer.audit.audit import audit, update
+from trainer.audit.given import Options
 
 TinyModel = Callable[..., Path]
 

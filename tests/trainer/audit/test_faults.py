@@ -10,7 +10,8 @@ from tests.support.audit_faults import FAULTS, Fault, Setting, adapted
 from tests.support.audited_engine import audited_engine
 from tests.support.tiers import at_night
 from tests.support.tiny_model import make_tiny_model
-from trainer.audit.audit import Options, audit
+from trainer.audit.audit import audit
+from trainer.audit.given import Options
 
 pytestmark = [pytest.mark.computes, pytest.mark.distributed]
 
