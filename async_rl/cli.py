@@ -14,6 +14,7 @@ PROGRAMS = {
     "doctor": ("deploy.doctor", "what this machine lacks, and the commands that mend it: async-rl doctor [CONFIG]"),
     "run": ("deploy.local.run", "start instances and trainer of a config on this machine: async-rl run CONFIG"),
     "verify": ("deploy.verify", "show on your own set-up that the period changes nothing: async-rl verify CONFIG"),
+    "audit": ("trainer.audit", "does an engine serve this checkpoint: async-rl audit --engine URL --checkpoint DIR"),
     "launch": ("deploy.launch", "start a run on a cluster: async-rl launch ray|slurm|kubernetes CONFIG [--dry-run]"),
     "status": ("deploy.status", "the tasks, instances and progress of a run: async-rl status [--run RUN_DIR]"),
     "watch": ("deploy.watch", "the live view of a run that goes on or is over: async-rl watch RUN"),

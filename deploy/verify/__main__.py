@@ -16,6 +16,7 @@ from rich.console import Console
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.records.findings import all_hold, show, write_report
 from async_rl.shared.locks.run_lock import LOCK_FILE, lock_run
 from async_rl.shared.net.free_ports import free_ports
 from async_rl.shared.programs.command_line import Parser
@@ -24,7 +25,6 @@ from deploy.local.machine import this_machine
 from deploy.local.plan import num_ports, plan
 from deploy.local.processes import Deployment
 from deploy.local.start_checks import require_startable
-from deploy.verify.findings import all_hold, show, write_report
 from deploy.verify.stages import INSTANCES, Stages
 from deploy.verify.verification import Scope, Verification
 
@@ -140,7 +140,7 @@ def verify(
         "seconds": round(time.monotonic() - started_s, 1),
     }
     write_report(out / MARK, about, verification.findings)
-    show(console, verification.findings)
+    show(console, verification.findings, "async-rl verify")
     console.print(f"all of it is in {out / MARK}", markup=False, highlight=False, soft_wrap=True)
     return all_hold(verification.findings)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.errors import ProcessFailed
+from async_rl.records.findings import Finding, fails, holds, not_tested
 from async_rl.records.run_records import Record, RunRecords
-from deploy.verify.findings import Finding, fails, holds, not_tested
 
 FIGURE_BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
 """Of losses and gradient norms, relative, by dtype: sums of the same terms in another order. Layouts of one model agree

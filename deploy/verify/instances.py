@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.verify.findings import Finding, fails, holds, not_tested
+from async_rl.records.findings import Finding, fails, holds, not_tested
 
 LOGPROBS, SAMPLING, CANARY = "log-probs", "sampling", "loading canary"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from async_rl.config.rollout_section import SINGLE_TURN
 from async_rl.config.sections import Config
 from async_rl.errors import OnPolicyViolation, ProcessFailed
+from async_rl.records.findings import Finding, all_hold, fails, holds, not_tested
 from deploy.cluster.process import Running
 from deploy.verify.comparison import Comparison, Trained, compared, why_no_gradient, why_no_step
-from deploy.verify.findings import Finding, all_hold, fails, holds, not_tested
 from deploy.verify.instances import judge_canary, judge_instances, read_json
 from deploy.verify.stages import CAN_KILL, Ended, Stages, has_checkpoint, kill, num_trained
 

@@ -18,6 +18,7 @@ SHOWN_WHOLE = [
     ("docs/getting_started.md", "toml", "first_run/run.toml"),
     ("docs/rewards.md", "python", "rewards/exact.py"),
     ("docs/algorithms.md", "python", "algorithm/my_algorithm.py"),
+    ("docs/audit.md", "python", "audit/trl_callback.py"),
     ("docs/data.md", "python", "mixture/programs.py"),
     ("docs/gateway.md", "python", "agent/my_agent.py"),
     ("docs/rollouts.md", "python", "tools/environment.py"),

@@ -95,7 +95,7 @@ def diagnose(
     if information > 0:
         error = 1 / math.sqrt(information)
         found = replace(found, score_sigmas=score * error, log_temperature_error=error)
-    if _explains(expected_N, reported_N, limits):
+    if explains(expected_N, reported_N, limits):
         if dtype == "bfloat16" and _is_float32(hypotheses, reported_N, rms):
             return replace(found, cause="dtype", detail="computes in float32, the trainer in bfloat16")
         return _judge_sampling(found, hypotheses.logprobs_at, temperature)
@@ -112,14 +112,14 @@ def _explain(
     dtype: str,
 ) -> Diagnosis:
     """The cause of log-probs that rounding does not explain."""
-    if limits.exact and _explains(expected_N, reported_N, replace(limits, exact=False)):
+    if limits.exact and explains(expected_N, reported_N, replace(limits, exact=False)):
         return replace(found, cause="rounding", detail="rounds in another way, which train.exact forbids")
     fitted = fit_temperature(reported_N, hypotheses.logprobs_at, temperature)
-    if _explains(hypotheses.logprobs_at(fitted), reported_N, replace(limits, exact=False)):
+    if explains(hypotheses.logprobs_at(fitted), reported_N, replace(limits, exact=False)):
         said = f"reports log-probs of temperature {fitted:.3g}, rollout.temperature is {temperature:g}"
         return replace(found, cause="temperature", detail=said, temperature=fitted)
     stale_N = hypotheses.with_first_head()
-    if stale_N is not None and _explains(stale_N, reported_N, replace(limits, exact=False)):
+    if stale_N is not None and explains(stale_N, reported_N, replace(limits, exact=False)):
         return replace(found, cause="head", detail="computes with the head (lm_head) of the first publish")
     other = "float32" if dtype == "bfloat16" else "bfloat16"
     if not limits.exact and _is_of_dtype(other, hypotheses.in_other_dtype(), reported_N, expected_N):
@@ -127,7 +127,8 @@ def _explain(
     return replace(found, cause="weights", detail="computes with other weights: no other fault explains its log-probs")
 
 
-def _explains(scored_N: torch.Tensor, reported_N: torch.Tensor, limits: NoiseLimits) -> bool:
+def explains(scored_N: torch.Tensor, reported_N: torch.Tensor, limits: NoiseLimits) -> bool:
+    """Whether rounding explains the differences."""
     gaps = sums_of(scored_N - reported_N, limits.clip)
     return not gaps.num_bad and not limits.excesses("", gaps)
 
@@ -135,12 +136,12 @@ def _explains(scored_N: torch.Tensor, reported_N: torch.Tensor, limits: NoiseLim
 def _is_float32(hypotheses: Hypotheses, reported_N: torch.Tensor, rms: float) -> bool:
     """Whether an instance of a trainer in bfloat16 computes in float32; both roundings are within a batch's limits."""
     scored_N = hypotheses.in_other_dtype()
-    return _explains(scored_N, reported_N, NoiseLimits(noise_scale("float32"))) and rms > noise_scale("float32")
+    return explains(scored_N, reported_N, NoiseLimits(noise_scale("float32"))) and rms > noise_scale("float32")
 
 
 def _is_of_dtype(other: str, scored_N: torch.Tensor, reported_N: torch.Tensor, expected_N: torch.Tensor) -> bool:
     limits = NoiseLimits(noise_scale(other))
-    if not _explains(scored_N, reported_N, limits):
+    if not explains(scored_N, reported_N, limits):
         return False
     if other == "float32":
         return True
@@ -153,7 +154,7 @@ def _judge_sampling(found: Diagnosis, score: Score, temperature: float) -> Diagn
     assert found.score_sigmas is not None
     if abs(found.score_sigmas) <= SIGMAS:
         return found
-    likeliest = _likeliest_temperature(score, temperature)
+    likeliest = likeliest_temperature(score, temperature)
     said = (
         f"samples as at temperature {likeliest:.3g}, or leaves tokens out (top_p, top_k), though it reports log-probs "
         f"of rollout.temperature {temperature:g}"
@@ -186,7 +187,7 @@ def _likelihood(score: Score, temperature: float) -> tuple[float, float]:
     return (upper - lower) / (2 * STEP_OF_LOG), (2 * middle - upper - lower) / STEP_OF_LOG**2
 
 
-def _likeliest_temperature(score: Score, temperature: float) -> float:
+def likeliest_temperature(score: Score, temperature: float) -> float:
     """Newton's method from the likeliest of `FACTORS`."""
     start = max(FACTORS, key=lambda factor: float(score(temperature * factor).sum()))
     log = math.log(temperature * start)

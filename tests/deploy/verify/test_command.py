@@ -9,9 +9,9 @@ from rich.console import Console
 
 from async_rl.config.file import load_config
 from async_rl.errors import ConfigError, RunDirInUse
+from async_rl.records.findings import fails, holds, not_tested, show, write_report
 from async_rl.shared.locks.run_lock import LOCK_FILE
 from deploy.verify.__main__ import MARK, common_overrides, main, take_directory
-from deploy.verify.findings import fails, holds, not_tested, show, write_report
 from deploy.verify.verification import Scope
 from tests.support.local_run import Run
 
@@ -104,7 +104,7 @@ def test_the_records_of_an_earlier_verification_are_no_obstacle(run: Run, capsys
 def test_findings_are_lines_without_a_terminal_and_a_table_in_one() -> None:
     plain, terminal = Console(file=io.StringIO()), Console(file=io.StringIO(), force_terminal=True, width=200)
     for console in (plain, terminal):
-        show(console, FINDINGS)
+        show(console, FINDINGS, "async-rl verify")
     lines = plain.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0] == "weights: holds: equal after 3 iterations (bound: equal bit for bit)"
     assert lines[1] == "log-probs of http://a: fails, wrong temperature: reports [0.7] (bound: RMS 0.1)"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from async_rl.records.findings import Finding, all_hold, fails, holds, not_tested
 from deploy.verify.comparison import Comparison, Trained, compared, why_no_gradient, why_no_step
-from deploy.verify.findings import Finding, all_hold, fails, holds, not_tested
 
 EXACTLY = Comparison(2, "float32", "start", demands_bits=True)
 NEARLY = Comparison(2, "float32", "start", demands_bits=False)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from async_rl.records.findings import Finding
 from async_rl.shared.protocol.inference import UpdateInfo
 from async_rl.shared.weights.fingerprint import TensorSpec
-from deploy.verify.findings import Finding
 from deploy.verify.instances import judge_canary, judge_instances, read_json
 from inference_service.engine_interface import RequestRefused
 from inference_service.weight_transfer.receiver import check_update

@@ -26,12 +26,12 @@ from async_rl.errors import InstanceError
 from async_rl.method.proof.gap_limits import noise_scale
 from async_rl.rollouts.publish.canary import EVERYTHING, Canary
 from async_rl.shared.protocol.sender import CONSTANT
+from async_rl.shared.tensor_classes import class_of
 from async_rl.shared.weights.sender import WeightSender, WeightSource
 from inference_service.weight_transfer.receiver import parameter_views
 from tests.support.tiers import at_night
 from tests.support.trainer import canary_worker, layout_worker
 from trainer.parallel import Parallel
-from trainer.policy.canary_weights import class_of
 from trainer.trainer import MegatronTrainer
 
 MakeTrainer = Callable[..., MegatronTrainer]

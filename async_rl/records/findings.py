@@ -1,5 +1,5 @@
-"""What `async-rl verify` reports: one finding for each check, whether all that was tested holds, and how
-that is shown: a table in a terminal, lines elsewhere, and `verify.json`."""
+"""What `async-rl verify` and `async-rl audit` report: one finding for each check, whether all that was tested holds,
+and how that is shown: a table in a terminal, lines elsewhere, and JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class Finding:
     """One check: what was `shown`, with figures, and within which `bound`; or why it fails, or was not tested.
 
     `subject` is the instance that it is about, if it is about one; `cause` the fault by its name, as `docs/verify.md`
-    lists them.
+    and `docs/audit.md` list them.
     """
 
     check: str
@@ -53,9 +53,9 @@ def all_hold(findings: Sequence[Finding]) -> bool:
 COLOURS = {"holds": "green", "fails": "bold red", "not tested": "yellow"}
 
 
-def show(console: Console, findings: Sequence[Finding]) -> None:
+def show(console: Console, findings: Sequence[Finding], title: str) -> None:
     if console.is_terminal:
-        console.print(_table(findings))
+        console.print(_table(findings, title))
     else:
         for finding in findings:
             bound = f" (bound: {finding.bound})" if finding.bound else ""
@@ -66,14 +66,18 @@ def show(console: Console, findings: Sequence[Finding]) -> None:
     console.print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()), markup=False, highlight=False)
 
 
-def write_report(path: Path, about: Mapping[str, Any], findings: Sequence[Finding]) -> None:
-    """`about` first, then `holds`, whether all that was tested holds, and the `findings`."""
+def report(about: Mapping[str, Any], findings: Sequence[Finding]) -> str:
+    """As JSON: `about` first, then `holds`, whether all that was tested holds, and the `findings`."""
     content = {**about, "holds": all_hold(findings), "findings": [asdict(finding) for finding in findings]}
-    write_file(path, json.dumps(content, indent=1) + "\n")
+    return json.dumps(content, indent=1) + "\n"
 
 
-def _table(findings: Sequence[Finding]) -> Table:
-    table = Table(title="async-rl verify", title_justify="left")
+def write_report(path: Path, about: Mapping[str, Any], findings: Sequence[Finding]) -> None:
+    write_file(path, report(about, findings))
+
+
+def _table(findings: Sequence[Finding], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
     for column in ("check", "outcome", "shown", "bound"):
         table.add_column(column)
     for finding in findings:

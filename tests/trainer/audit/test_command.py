@@ -1,0 +1,85 @@
+"""The command: what it prints, its exit codes, and bad input, which is refused by name."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.errors import ConfigError
+from async_rl.shared.net.free_ports import free_ports
+from tests.support.audit_faults import save_adapter
+from tests.support.audited_engine import audited_engine, with_config
+from trainer.audit.audit import audit, update
+from trainer.audit.given import Options
+
+TinyModel = Callable[..., Path]
+
+
+def run(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "trainer.audit", *words], capture_output=True, text=True, timeout=250)
+
+
+@pytest.mark.distributed
+def test_the_command_says_what_holds_and_what_does_not_and_ends_with_1(tiny_model: TinyModel) -> None:
+    with audited_engine(tiny_model("qwen3"), "--logprobs-mode", "raw_logprobs") as url:
+        other = run("--engine", url, "--checkpoint", str(tiny_model("qwen3")), "--json")
+    assert other.returncode == 1, other.stderr
+    found = json.loads(other.stdout)
+    assert found["holds"] is False and found["route"] == "/inference/v1/generate"
+    assert [f["cause"] for f in found["findings"] if f["outcome"] == "fails"] == ["raw log-probs"]
+    assert "log-probs at temperature 1" in [f["check"] for f in found["findings"] if f["outcome"] == "holds"]
+
+
+@pytest.mark.nightly
+@pytest.mark.distributed
+def test_a_sound_engine_is_exit_code_0_and_one_that_is_not_there_2(tiny_model: TinyModel) -> None:
+    model = str(tiny_model("qwen3"))
+    with audited_engine(Path(model)) as url:
+        sound = run("--engine", url, "--checkpoint", model)
+    assert sound.returncode == 0 and "log-probs at temperature 0.7: holds" in sound.stdout, sound
+    gone = run("--engine", f"http://127.0.0.1:{free_ports(1)[0]}", "--checkpoint", model)
+    assert gone.returncode == 2 and "check --engine" in gone.stderr
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_or_adapters_that_are_of_no_use_are_refused_by_name(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = tiny_model("qwen3")
+    save_adapter(tiny_model("llama"), tmp_path / "of another model")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(model / "config.json", bare)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"checkpoint": str(tmp_path / "none")}, "does not exist"),
+        ({"checkpoint": str(bare)}, "has no"),
+        ({"adapter": bare}, "adapter_config.json"),
+        ({"adapter": tmp_path / "of another model"}, "another model's"),
+        ({"before": tiny_model("qwen3", num_hidden_layers=1)}, "older checkpoint of the same model"),
+        ({"before": tiny_model("qwen3", vocab_size=128)}, r"of shape \[128, 32\], and --checkpoint \[96, 32\]"),
+        ({"before": tmp_path / "of another model"}, "give the new ones as --adapter"),
+        ({"checkpoint": str(with_config(model, tmp_path / "biased", attention_bias=True))}, "others that its config"),
+        ({"update_via": "false"}, "exit code 1, expected 0"),
+    ]
+    with audited_engine(model) as url:
+        for changes, message in cases:
+            with pytest.raises(ConfigError, match=message):
+                audit(Options(**{"engine": url, "checkpoint": str(model), **changes}))
+
+
+@pytest.mark.distributed
+def test_a_command_of_an_update_that_fails_or_hangs_is_refused_in_time(tmp_path: Path) -> None:
+    mark = tmp_path / "lived"
+    for command, message in (
+        ("no-such-program", "cannot be run"),
+        ("", "cannot be run"),
+        ("sh -c 'echo out of memory; exit 3'", "exit code 3, expected 0: out of memory"),
+        (f"sh -c 'sleep 1; touch {mark}'", "has not ended after 0.3 s"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            update(command, 0.3 if "sleep" in command else 20.0)
+    update("true", 20.0)
+    assert not mark.exists()
