@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from async_rl import errors
 from async_rl.cli import PROGRAMS
@@ -33,50 +33,39 @@ EVERY_VARIABLE = "ASYNC_RL_PROGRESS_EVERY"
 """As in `deploy.cluster.run_view`, which is not imported: a line of progress after so many iterations."""
 
 GUARD = "async_rl.shared.programs.process_guard"
-START = "async_rl.shared.programs.start"
 
 
 class Command:
     """`async-rl NAME WORDS` under a guard, which reads the end of a pipe when this process ends, and then ends it.
 
     Args:
-        log: what it prints is added to this file.
+        log: a file that it prints to, open for adding to its end; if it is locked, it is until the command has ended.
         grace_s: how long it may take to end when it is asked to.
         shows: whether what it prints is printed here, too, as it comes.
-        held: a locked file, which stays locked until the command and all that it started have ended.
 
     Raises:
         ConfigError: this program is no Python that could start another one.
-        WriteFailed: the log cannot be written.
     """
 
-    def __init__(
-        self, name: str, words: Sequence[str], log: Path, *, grace_s: float, shows: bool, held: IO[bytes] | None = None
-    ) -> None:
+    def __init__(self, name: str, words: Sequence[str], log: BinaryIO, *, grace_s: float, shows: bool) -> None:
         if not sys.executable:
             raise ConfigError("sys.executable is empty: name the Python that has async-rl there")
-        self.log = log
+        self.log = Path(log.name)
+        self._log_start = log.seek(0, os.SEEK_END)
         self._name = name
         self._was_asked = False
         self._reports = tempfile.TemporaryDirectory(prefix="async-rl-python-", ignore_cleanup_errors=True)
         self._report = Path(self._reports.name) / "failure"
         python = (sys.executable, "-m")
-        guard = (*python, GUARD, "--grace-s", str(grace_s + END_MARGIN_S), "--")
-        with named_write_errors(log):
-            log.parent.mkdir(parents=True, exist_ok=True)
-            file = log.open("ab")
-        with file:
-            self._log_start = file.tell()
-            self._guard = subprocess.Popen(
-                [*guard, *python, START, PROGRAMS[name][0], *words],
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**child_environment(os.environ), VARIABLE: str(self._report)},
-                # Ctrl-C of a terminal is for this process, which ends the command in order.
-                start_new_session=True,
-                pass_fds=() if held is None else (held.fileno(),),
-            )
+        self._guard = subprocess.Popen(
+            [*python, GUARD, "--grace-s", str(grace_s + END_MARGIN_S), "--", *python, PROGRAMS[name][0], *words],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**child_environment(os.environ), VARIABLE: str(self._report)},
+            # Ctrl-C of a terminal is for this process, which ends the command in order.
+            start_new_session=True,
+        )
         _close_in_forks(self._guard.stdin)
         self._shown = threading.Thread(target=self._show, name=f"async-rl {name}", daemon=True)
         if shows:
@@ -159,6 +148,16 @@ def _close_in_forks(pipe: IO[bytes] | None) -> None:
             file.close()
 
     os.register_at_fork(after_in_child=close)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """
+    Raises:
+        WriteFailed: it cannot be written.
+    """
+    with named_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:

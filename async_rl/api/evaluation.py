@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from typing_extensions import Unpack
 
-from async_rl.api.command import Command
+from async_rl.api.command import Command, open_log
 from async_rl.api.inputs import Inputs
 from async_rl.api.settings import Tree, tree_of
 from async_rl.config.keys import find_key, nearest
@@ -73,7 +73,9 @@ def evaluate(
         words = [str(model), "--data", str(tree["prompts"].pop("source")), "--out", str(results)]
         words += [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
         words += _words_of(tree)
-        finished(Command("eval", words, directory / "eval.log", grace_s=GRACE_S, shows=not quiet))
+        with open_log(directory / "eval.log") as log:
+            command = Command("eval", words, log, grace_s=GRACE_S, shows=not quiet)
+        finished(command)
         found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))["sets"][0]
         return found
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypedDict
 
 from typing_extensions import Unpack
 
-from async_rl.api.command import POLL_S, Command
+from async_rl.api.command import POLL_S, Command, open_log
 from async_rl.api.evaluation import EvaluationOptions, evaluate, finished, of_run
 from async_rl.api.inputs import CONFIG, FOLDER, Inputs
 from async_rl.api.page import DashboardLink, Page
@@ -34,8 +34,8 @@ from async_rl.shared.locks.run_lock import LAUNCHER_LOCK_FILE, lock_run, make_ru
 from async_rl.shared.programs.error_text import error_text
 from async_rl.shared.programs.parts import load_part
 
-LOCK = ".python.lock"
-"""Held from before anything is written to a run's folder until all its processes have ended."""
+LOG = "logs/run.log"
+"""Of the launcher, locked from before anything is written to a run's folder until the launcher has ended."""
 
 RESUME = "--run.resume=true"
 
@@ -276,8 +276,8 @@ class Run:
 
     def _begin(self, config: Config, inputs: Inputs, *words: str) -> "Run":
         """Writes what it gets, and starts it."""
-        make_run_dir(self.dir)
-        with lock_run(self.dir, LOCK) as lock:
+        make_run_dir(self.dir / "logs")
+        with lock_run(self.dir, LOG) as log:
             # Of others, which `async-rl run` and the trainer hold.
             lock_run(self.dir, LAUNCHER_LOCK_FILE).close()
             require_unlocked(self.dir)
@@ -286,9 +286,9 @@ class Run:
             inputs.write(config)
             write_file(inputs.folder / CONFIG, toml_of(config))
             command = [str(inputs.folder / CONFIG), *words]
-            log, grace_s = self.dir / "logs" / "run.log", config.checkpoint.grace_s
-            is_first, self._command = self._command is None, None
-            self._command = Command("run", command, log, grace_s=grace_s, shows=not self._quiet, held=lock)
+            is_first = self._command is None
+            grace_s = config.checkpoint.grace_s
+            self._command = Command("run", command, log, grace_s=grace_s, shows=not self._quiet)
         self._note_cell()
         if is_first:
             _end_with_cells(self)
@@ -296,7 +296,8 @@ class Run:
         return self
 
     def _helper(self, name: str, words: Sequence[str], *, shows: bool) -> Command:
-        return Command(name, words, self.dir / "logs" / f"{name}.log", grace_s=0.0, shows=shows)
+        with open_log(self.dir / "logs" / f"{name}.log") as log:
+            return Command(name, words, log, grace_s=0.0, shows=shows)
 
     def _config_path(self) -> Path:
         path = self.dir / FOLDER / CONFIG

@@ -13,7 +13,6 @@ import pickle
 import sys
 import textwrap
 from collections import ChainMap
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -68,14 +67,9 @@ def pickled(setting: str, value: Any) -> Pickled:
         ConfigError: something that it refers to cannot be sent to another process; names it.
     """
     names: set[str] = set()
-
-    def noted(code: CodeType) -> CodeType:
-        names.add(code.co_filename)
-        return code
-
     try:
-        content = _pickled(value, noted)
-        without_places = _pickled(value, lambda code: code.replace(co_filename="", co_firstlineno=1, co_linetable=b""))
+        content = _pickled(value, names)
+        without_places = _pickled(value, None)
     except Exception as error:
         raise ConfigError(
             f"{setting}: {_culprit(value)} cannot be sent to the processes that run it: {error}; make it inside the "
@@ -97,16 +91,28 @@ def load_value(file: str) -> Any:
         return pickle.load(content)
 
 
-def _pickled(value: Any, of_code: Callable[[CodeType], CodeType]) -> bytes:
+def _pickled(value: Any, names: set[str] | None) -> bytes:
+    """With the places of its code, for tracebacks, whose files `names` gets; or, where that is None, without."""
     # Imported here: only functions need it.
     import cloudpickle
 
-    table = cloudpickle.Pickler.dispatch_table
-    reduce_code = table[CodeType]
-    table = ChainMap({CodeType: lambda code: reduce_code(of_code(code))}, table)
+    reduce_code = cloudpickle.Pickler.dispatch_table[CodeType]
+
+    def reduced(code: CodeType) -> tuple[Any, ...]:
+        if names is None:
+            return _made_code, ("", *reduce_code(code.replace(co_firstlineno=1, co_linetable=b""))[1])
+        names.add(code.co_filename)
+        return _made_code, (code.co_filename, *reduce_code(code)[1])
+
+    table = ChainMap({CodeType: reduced}, cloudpickle.Pickler.dispatch_table)
     buffer = io.BytesIO()
     type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table})(buffer).dump(value)
     return buffer.getvalue()
+
+
+def _made_code(file: str, *arguments: Any) -> CodeType:
+    """In the worker. cloudpickle alone leaves the name of the file out."""
+    return CodeType(*arguments).replace(co_filename=file)
 
 
 def _culprit(value: Any) -> str:
@@ -117,7 +123,7 @@ def _culprit(value: Any) -> str:
         return f"{value!r:.200}"
     for name, each in {**used.globals, **used.nonlocals}.items():
         try:
-            _pickled(each, lambda code: code)
+            _pickled(each, None)
         except Exception:
             return f"its variable {name!r} ({type(each).__name__})"
     return f"{value!r:.200}"
