@@ -23,11 +23,12 @@ from async_rl.api.evaluation import EvaluationOptions, evaluate, finished, of_ru
 from async_rl.api.inputs import CONFIG, FOLDER, Inputs
 from async_rl.api.page import DashboardLink, Page
 from async_rl.api.settings import Sections, parsed, toml_of, tree_of
-from async_rl.config.file import load_config
+from async_rl.config.file import load_config, parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.records.records import CONFIG as ALL
 from async_rl.records.records import require_no_records
-from async_rl.records.run_records import METRICS, RunRecords, has_iteration, require_readable
+from async_rl.records.run_records import METRICS, RunRecords, has_iteration, object_in, require_readable
 from async_rl.shared.files import write_file
 from async_rl.shared.locks.lease import holder_of
 from async_rl.shared.locks.run_lock import LAUNCHER_LOCK_FILE, lock_run, make_run_dir, require_unlocked
@@ -115,12 +116,13 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """Its settings.
+        """Its settings: those that were given, or of a run that was not started from Python all, without secrets.
 
         Raises:
-            ConfigError: it was not started from Python.
+            ConfigError: it has none yet.
         """
-        return load_config(self._config_path())
+        path = self.dir / FOLDER / CONFIG
+        return load_config(path) if path.is_file() else parse_config({**object_in(self.dir / ALL)}, str(self.dir / ALL))
 
     @property
     def is_running(self) -> bool:
@@ -202,8 +204,12 @@ class Run:
             ConfigError: it was not started from Python, or a setting cannot work.
             RunDirInUse: it is running.
         """
-        before = load_config(self._config_path())
-        tree = tree_of(before, settings, reward=reward, program=program, out=self.dir)
+        path = self.dir / FOLDER / CONFIG
+        if not path.is_file():
+            raise ConfigError(
+                f"the run in {str(self.dir)!r} was not started from Python: go on with async-rl run CONFIG {RESUME}"
+            )
+        tree = tree_of(load_config(path), settings, reward=reward, program=program, out=self.dir)
         inputs = Inputs(self.dir / FOLDER)
         checked = parsed(inputs.take(tree), "Run.resume")
         self._quiet = self._quiet if quiet is None else quiet
@@ -259,7 +265,9 @@ class Run:
 
     def evaluate(self, data: Any, reward: Any = None, **options: Unpack[EvaluationOptions]) -> dict[str, Any]:
         """Scores its newest checkpoint on other rows, by its own reward unless another one is given: see `evaluate`."""
-        chosen: EvaluationOptions = {**of_run(self.config, reward), **options}
+        own = of_run(self.config, reward)
+        settings = {**own["settings"], **(options.get("settings") or {})}
+        chosen: EvaluationOptions = {**own, **options, "settings": settings}
         return evaluate(self.dir, data, reward, **chosen)
 
     def export(self, to: str | os.PathLike[str], **options: Unpack[ExportOptions]) -> Path:
@@ -289,23 +297,19 @@ class Run:
             is_first = self._command is None
             grace_s = config.checkpoint.grace_s
             self._command = Command("run", command, log, grace_s=grace_s, shows=not self._quiet)
-        self._note_cell()
-        if is_first:
-            _end_with_cells(self)
-            atexit.register(self._at_exit, os.getpid())
+        try:
+            self._note_cell()
+            if is_first:
+                _end_with_cells(self)
+                atexit.register(self._at_exit, os.getpid())
+        except BaseException:
+            self._end_interrupted()
+            raise
         return self
 
     def _helper(self, name: str, words: Sequence[str], *, shows: bool) -> Command:
         with open_log(self.dir / "logs" / f"{name}.log") as log:
             return Command(name, words, log, grace_s=0.0, shows=shows)
-
-    def _config_path(self) -> Path:
-        path = self.dir / FOLDER / CONFIG
-        if not path.is_file():
-            raise ConfigError(
-                f"the run in {str(self.dir)!r} was not started from Python: go on with async-rl run CONFIG {RESUME}"
-            )
-        return path
 
     def _pause(self) -> None:
         if self._command is None:
