@@ -16,6 +16,7 @@ import pytest
 import async_rl
 from async_rl.errors import ConfigError, ProcessFailed, RewardError, RunDirInUse, RunStopped
 from tests.async_rl.api.conftest import ROWS
+from tests.support.local_run import command_of
 from tests.support.stand_ins import Ground
 
 pytestmark = pytest.mark.distributed
@@ -95,8 +96,7 @@ def test_a_run_whose_process_is_killed_says_so_and_leaves_nothing(ground: Ground
     ground.then_trainer_does(FOR_EVER)
     run = train()
     ground.wait_for_processes(ALL)
-    guard = psutil.Process(run._command.pid)
-    (guard if victim == "guard" else guard.children()[0]).kill()
+    (psutil.Process(run._command.pid) if victim == "guard" else launcher_of(run)).kill()
     with pytest.raises(ProcessFailed, match="signal 9"):
         run.wait()
     assert ground.living() == {}
@@ -106,7 +106,7 @@ def test_a_run_that_something_else_ends_is_one_that_was_stopped(ground: Ground, 
     ground.then_trainer_does(FOR_EVER)
     run = train()
     ground.wait_for_processes(ALL)
-    psutil.Process(run._command.pid).children()[0].terminate()
+    launcher_of(run).terminate()
     with pytest.raises(RunStopped, match="SIGTERM"):
         list(run)
     assert ground.living() == {}
@@ -195,6 +195,11 @@ def test_ctrl_c_while_a_run_starts_leaves_nothing(ground: Ground) -> None:
         script.communicate(timeout=200)
         assert script.returncode != 0
     assert ground.living() == {}
+
+
+def launcher_of(run: Any) -> psutil.Process:
+    (found,) = [each for each in psutil.Process(run._command.pid).children() if "deploy.local.run" in command_of(each)]
+    return found
 
 
 def start_script(text: str) -> "subprocess.Popen[str]":
