@@ -63,8 +63,13 @@ def parse_config(tree: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(item) for item in error.errors() if not _only_follows(item, error.errors())]
-        raise ConfigError(masked_text(f"{source}: " + "\n".join(lines))) from error
+        raise config_error(error, source) from error
+
+
+def config_error(error: ValidationError, source: str) -> ConfigError:
+    """The errors of a config, with one line per bad key."""
+    lines = [_explain(item) for item in error.errors() if not _only_follows(item, error.errors())]
+    return ConfigError(masked_text(f"{source}: " + "\n".join(lines)))
 
 
 def _only_follows(item: ErrorDetails, others: Sequence[ErrorDetails]) -> bool:

@@ -26,6 +26,7 @@ from async_rl.shared.protocol.fleet import FleetInfo
 from deploy.cluster.fleet import read_fleet
 from deploy.cluster.run_view import (
     NUM_RECENT,
+    PLAIN_EVERY,
     PlainView,
     Record,
     RunView,
@@ -135,10 +136,10 @@ class PoolWatch:
             self._ending.wait(POLL_S)
 
 
-def make_run_view(console: Console, run_dir: Path, token: str | None) -> RunView:
-    """`token`: of the run's fleet endpoint, where it needs one."""
+def make_run_view(console: Console, run_dir: Path, token: str | None, every: int = PLAIN_EVERY) -> RunView:
+    """`token`: of the run's fleet endpoint, where it needs one; `every`: of plain lines, see `PlainView`."""
     can_draw = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
-    return LiveView(console, PoolWatch(run_dir, token)) if can_draw else PlainView(console)
+    return LiveView(console, PoolWatch(run_dir, token)) if can_draw else PlainView(console, every=every)
 
 
 class LiveView:

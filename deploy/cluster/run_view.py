@@ -33,6 +33,9 @@ due."""
 
 NUM_RECENT = 10
 PLAIN_EVERY = 10
+EVERY_VARIABLE = "ASYNC_RL_PROGRESS_EVERY"
+"""Of the environment: another number, for a starter that shows each of them."""
+
 SILENT_S = 30.0
 """Without a line for so long, a run looks like one that hangs."""
 
@@ -115,11 +118,14 @@ _OF_EVALUATION = ("iteration", "set", "weight_version")
 
 
 class PlainView:
-    """A line for the first iteration, every `PLAIN_EVERY` and at least every `SILENT_S`, and one of advice at the end:
+    """A line for the first iteration, for each of `every` and at least every `SILENT_S`, and one of advice at the end:
     for logs and pipes."""
 
-    def __init__(self, console: Console, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, monotonic: Callable[[], float] = time.monotonic, every: int = PLAIN_EVERY
+    ) -> None:
         self._console = console
+        self._every = every
         self._clock = monotonic
         self._recent: deque[Record] = deque(maxlen=NUM_RECENT)
         self._began_s = self._said_s = self._shown_s = monotonic()
@@ -138,7 +144,7 @@ class PlainView:
         self._shown_s = self._clock()
         done = record["iteration"] + 1
         is_due = self._shown_s - self._said_s >= SILENT_S
-        if done == 1 or done % PLAIN_EVERY == 0 or done == record["iterations"] or is_due:
+        if done == 1 or done % self._every == 0 or done == record["iterations"] or is_due:
             self.note(f"{progress(record)}  {describe(record)}")
 
     def tick(self) -> None:

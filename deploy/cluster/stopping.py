@@ -2,6 +2,7 @@
 
 import itertools
 import signal
+from collections.abc import Mapping
 from types import FrameType
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.markup import escape
 from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
 from async_rl.shared.programs.command_line import USAGE_ERROR
 from async_rl.shared.programs.error_text import error_text
+from async_rl.shared.programs.failure_report import report_failure
 
 
 class Stopped(BaseException):
@@ -53,3 +55,9 @@ def explain_end(end: Stopped | AsyncRLError) -> int:
     kind = cause or type(end).__name__
     console.print(f"[bold red]{escape(kind)}[/]: {escape(error_text(end))}", highlight=False, soft_wrap=True)
     return USAGE_ERROR if kind == ConfigError.__name__ else 1
+
+
+def report_end(end: Stopped | AsyncRLError, environment: Mapping[str, str]) -> None:
+    """Tells the program that started this one, if it asked for that, by which error this one ends early."""
+    if isinstance(end, AsyncRLError):
+        report_failure(end, environment)

@@ -1,18 +1,15 @@
 """The text of a config: each key below its description, from the config's own models, and the reason of its value."""
 
-import json
-import re
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from async_rl.config.keys import keys_of
 from async_rl.config.sections import Config
+from async_rl.config.toml_text import toml_value
 from async_rl.shared.programs.error_text import one_line
 from deploy.init.choose import Choice
 
 WIDTH = 110
-BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 HEADER = """# A first run, written by async-rl init from what model, data and machine show.
 # Every other key has its default: docs/configuration.md, or async-rl run --help. What this run would be and need:
@@ -40,17 +37,3 @@ def config_text(choices: Sequence[Choice], name: str) -> str:
 
 def _comment(description: str) -> list[str]:
     return [f"# {line}" for line in textwrap.wrap(description, WIDTH)]
-
-
-def toml_value(value: Any) -> str:
-    """A value as TOML: JSON's strings, numbers and truth values are TOML's; DEL has to be escaped."""
-    if isinstance(value, dict):
-        pairs = (f"{_toml_key(key)} = {toml_value(inner)}" for key, inner in value.items())
-        return "{ " + ", ".join(pairs) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
-
-
-def _toml_key(key: str) -> str:
-    return key if BARE_KEY.fullmatch(key) else toml_value(key)

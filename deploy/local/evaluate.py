@@ -33,7 +33,7 @@ from async_rl.shared.files import write_file
 from async_rl.shared.net.free_ports import free_ports
 from async_rl.shared.programs.extras import require_extras
 from deploy.cluster.process import Process, Running, log_path
-from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
+from deploy.cluster.stopping import Stopped, explain_end, report_end, stop_on_signals
 from deploy.local import evaluate_options
 from deploy.local.machine import this_machine
 from deploy.local.plan import num_ports, plan_instances
@@ -244,6 +244,7 @@ def main(argv: Sequence[str]) -> int:
         if options.out is not None:
             write_results(options.out, model, results)
     except (Stopped, AsyncRLError) as end:
+        report_end(end, os.environ)
         return explain_end(end)
     if options.json:
         print(results_json(model, results))

@@ -31,7 +31,8 @@ from deploy.cluster.run_end import (
     said_when_stopped,
     say,
 )
-from deploy.cluster.stopping import Stopped, stop_on_signals
+from deploy.cluster.run_view import EVERY_VARIABLE, PLAIN_EVERY
+from deploy.cluster.stopping import Stopped, report_end, stop_on_signals
 from deploy.local.check import check_config, explain_refusal
 from deploy.local.plan import Plan
 from deploy.local.processes import POLL_S, Deployment
@@ -97,12 +98,18 @@ def make_parser() -> Parser:
 
 
 def run_config(
-    config_path: Path, config: Config, overrides: Sequence[str], console: Console, token: str | None = None
+    config_path: Path,
+    config: Config,
+    overrides: Sequence[str],
+    console: Console,
+    token: str | None = None,
+    every: int = PLAIN_EVERY,
 ) -> Plan:
     """Plans a run for this machine's cores and free ports and runs it until it ends; returns the plan.
 
     Args:
         token: of the fleet endpoint, for the view of the instances.
+        every: an iteration is shown in a line where there is no terminal.
 
     Raises:
         ConfigError: the config is not usable, as far as this can be checked before anything is started.
@@ -115,7 +122,7 @@ def run_config(
     make_run_dir(config.run.dir)
     with (
         lock_run(config.run.dir, LAUNCHER_LOCK_FILE),
-        make_run_view(console, config.run.dir, token) as view,
+        make_run_view(console, config.run.dir, token, every) as view,
         ExitStack() as ended,
         Deployment() as deployment,
         said_when_stopped(view),
@@ -163,8 +170,10 @@ def main(argv: Sequence[str]) -> int:
         if config.run.resume and is_finished(config):
             say(console, describe_finished(config))
             return 0
-        run_config(arguments.config, config, parser.overrides, console, os.environ.get("ASYNC_RL_TOKEN"))
+        every = int(os.environ.get(EVERY_VARIABLE, PLAIN_EVERY))
+        run_config(arguments.config, config, parser.overrides, console, os.environ.get("ASYNC_RL_TOKEN"), every)
     except (Stopped, AsyncRLError) as end:
+        report_end(end, os.environ)
         if arguments.dry_run:
             return explain_refusal(end)
         return explain_end_of_run(end, config, ["async-rl", "run", str(arguments.config), *parser.overrides])

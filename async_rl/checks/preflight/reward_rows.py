@@ -1,6 +1,7 @@
 """Checks that rows have what the reward asks of them, as far as the first ones show: its part's name, an answer."""
 
 from collections.abc import Iterator
+from inspect import Signature
 
 from async_rl.checks.preflight.data import NUM_ROWS
 from async_rl.checks.preflight.user_file import PREFIX, require_function, signature_of
@@ -60,22 +61,36 @@ def require_columns(config: Config, *, trains: bool) -> None:
     Raises:
         ConfigError: none of these rows has it.
     """
-    for label, reward in config.reward.single_rewards.items():
+    for reward in config.reward.single_rewards.values():
         name = reward.name or ""
         try:
             definition = require_function("reward.name", name) if name.startswith(PREFIX) else None
-            if definition is None or definition.decorator_list or not lacking(signature_of(definition), ()):
-                continue
-            parts = [each for each in _parts(config, trains) if not each[0].reward or label in each[0].reward]
-            columns = {column for each in parts for row in first_rows(*each) for column in row}
-        except (ConfigError, ValueError):
+        except ConfigError:
             continue
-        if missing := lacking(signature_of(definition), columns):
-            raise ConfigError(
-                f"reward.name {name!r} takes {', '.join(missing)}, but the first rows have only "
-                f"{', '.join(sorted(columns))}: name the columns that it needs in prompts.columns, or take the "
-                "parameter out"
-            )
+        if definition is not None and not definition.decorator_list:
+            require_columns_of(config, name, signature_of(definition), trains=trains)
+
+
+def require_columns_of(config: Config, name: str, signature: Signature, *, trains: bool) -> None:
+    """The same for the function of the reward, or of a part of it, that has this name in the config.
+
+    Raises:
+        ConfigError: see `require_columns`.
+    """
+    labels = {label for label, each in config.reward.single_rewards.items() if each.name == name}
+    try:
+        if not lacking(signature, ()):
+            return
+        parts = [each for each in _parts(config, trains) if not each[0].reward or labels & {*each[0].reward}]
+        columns = {column for each in parts for row in first_rows(*each) for column in row}
+    except (ConfigError, ValueError):
+        return
+    if missing := lacking(signature, columns):
+        raise ConfigError(
+            f"reward.name {name!r} takes {', '.join(missing)}, but the first rows have only "
+            f"{', '.join(sorted(columns))}: name the columns that it needs in prompts.columns, or take the "
+            "parameter out"
+        )
 
 
 def require_parts_of_rows(config: Config, *, trains: bool) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_rl.errors import AsyncRLError, LeaderFailed, RunStopped, WriteFailed
+from async_rl.errors import AsyncRLError, LeaderFailed, ProcessFailed, RunStopped, WriteFailed
 from async_rl.shared.files import write_file
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,8 @@ class Failure:
 
 def report_failure(error: AsyncRLError, environment: Mapping[str, str]) -> None:
     """Writes `error` to the files that the program that started this one reads, if set; the first report stays."""
-    kind, now = type(error).__name__, time.time()
+    # What ended by another process's error hands that on.
+    kind, now = (isinstance(error, ProcessFailed) and error.cause) or type(error).__name__, time.time()
     _report(kind, str(error), error.may_pass, now, environment)
     if TORCHRUN_VARIABLE in environment:
         said = f"{kind}: {error}"

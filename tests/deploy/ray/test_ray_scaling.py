@@ -16,9 +16,9 @@ import pytest
 
 from async_rl.shared.net.free_ports import free_ports
 from async_rl.shared.net.local_address import address_for_others
-from tests.deploy.conftest import CONFIG, Ground
 from tests.support.local_run import command_of, gone
 from tests.support.ray_cluster import OBJECT_STORE_BYTES, environment, needs_ray
+from tests.support.stand_ins import CONFIG, Ground
 
 pytestmark = [pytest.mark.distributed, needs_ray, pytest.mark.timeout(400)]
 

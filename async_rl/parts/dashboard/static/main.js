@@ -192,7 +192,7 @@ class Page {
 
   #switchTheme() {
     const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
-    remember(localStorage, THEME_KEY, theme);
+    remember("localStorage", THEME_KEY, theme);
     document.documentElement.dataset.theme = theme;
     this.#redraw();
   }
@@ -275,10 +275,11 @@ function showError(error) {
   byId("token-form").hidden = !(error instanceof Refused);
 }
 
-// Storage may be forbidden, as in some browsers for a file: then the choice lasts as long as the page.
+// Storage may be forbidden, as in some browsers for a file, and in a notebook's frame: then the choice lasts as long as
+// the page. Its name alone may be an error.
 function remember(storage, key, value) {
   try {
-    storage.setItem(key, value);
+    window[storage].setItem(key, value);
   } catch {
     document.documentElement.dataset.forgets = "true";
   }
@@ -286,7 +287,7 @@ function remember(storage, key, value) {
 
 function remembered(storage, key) {
   try {
-    return storage.getItem(key);
+    return window[storage].getItem(key);
   } catch {
     return null;
   }
@@ -300,20 +301,20 @@ function givenToken() {
 function tokenOf() {
   const given = givenToken();
   if (given) {
-    remember(sessionStorage, TOKEN_KEY, given);
+    remember("sessionStorage", TOKEN_KEY, given);
     history.replaceState(null, "", location.pathname);
   }
-  return given ?? remembered(sessionStorage, TOKEN_KEY);
+  return given ?? remembered("sessionStorage", TOKEN_KEY);
 }
 
 function main() {
   // Of a section's own request, such as the samples that a form asks for.
   addEventListener("unhandledrejection", (event) => showError(event.reason));
   const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
-  document.documentElement.dataset.theme = remembered(localStorage, THEME_KEY) ?? (isDark ? "dark" : "light");
+  document.documentElement.dataset.theme = remembered("localStorage", THEME_KEY) ?? (isDark ? "dark" : "light");
   byId("token-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    remember(sessionStorage, TOKEN_KEY, byId("token").value);
+    remember("sessionStorage", TOKEN_KEY, byId("token").value);
     location.reload();
   });
   // An address with a token, opened where the page is open already, loads nothing by itself.

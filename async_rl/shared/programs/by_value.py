@@ -1,0 +1,147 @@
+"""Functions and classes of scripts and notebooks by value: a file `NAME.py` that a setting names as
+`python:NAME.py:NAME`, and beside it `NAME.pkl`, which it loads; written by `async_rl.api`, loaded by workers.
+
+The text of `NAME.py` changes with the code, what the code refers to, and nothing else: it identifies a reward as any
+other file does, and a resumed run compares it. The number of a line and the name of a notebook's cell do not count.
+"""
+
+import hashlib
+import inspect
+import io
+import linecache
+import pickle
+import sys
+import textwrap
+from collections import ChainMap
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from async_rl.errors import ConfigError
+from async_rl.shared.files import write_file
+from async_rl.shared.programs.user_file import PREFIX
+
+MODULE = '''"""{setting} of this run, as it was given in Python; async_rl wrote this file, and the one that it loads.
+
+Its code, and all that it refers to, have the sha256 {digest}.
+"""
+
+{source}
+from async_rl.shared.programs.by_value import load_value
+
+{name} = load_value(__file__)
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """A function or class as bytes; `texts` are of the cells and lines of code that are in no file, by their names."""
+
+    content: bytes
+    digest: str
+    texts: dict[str, list[str]]
+    source: str
+
+    def write(self, setting: str, path: Path) -> None:
+        """Writes `path`, a .py file, and the .pkl file beside it, into a folder that exists.
+
+        Raises:
+            WriteFailed: it cannot be written.
+        """
+        found_in = [str(Path(each).absolute()) for each in sys.path]  # an empty one is the working directory
+        write_file(path.with_suffix(".pkl"), pickle.dumps((found_in, self.texts)) + self.content)
+        text = MODULE.format(setting=setting, digest=self.digest, source=self.source, name=path.stem)
+        write_file(path, text)
+
+
+def setting_of(path: Path) -> str:
+    """The value of a setting that names what `Pickled.write` has written to this path."""
+    return f"{PREFIX}{path}:{path.stem}"
+
+
+def pickled(setting: str, value: Any) -> Pickled:
+    """The value of a setting, pickled with all that it refers to but modules, which its workers import.
+
+    Raises:
+        ConfigError: something that it refers to cannot be sent to another process; names it.
+    """
+    names: set[str] = set()
+    try:
+        content = _pickled(value, names)
+        without_places = _pickled(value, None)
+    except Exception as error:
+        raise ConfigError(
+            f"{setting}: {_culprit(value)} cannot be sent to the processes that run it: {error}; make it inside the "
+            "function, or in a module that the function imports"
+        ) from error
+    digest = hashlib.sha256(without_places + _module_of(value)).hexdigest()
+    texts = {name: lines for name in names if not Path(name).is_file() and (lines := linecache.getlines(name))}
+    return Pickled(content, digest, texts, _source_of(value))
+
+
+def load_value(file: str) -> Any:
+    """What `Pickled.write` wrote beside this file. Its modules are found where those of its writer were."""
+    with Path(file).with_suffix(".pkl").open("rb") as content:
+        found_in, texts = pickle.load(content)
+        sys.path += [each for each in found_in if each not in sys.path]
+        for name, lines in texts.items():
+            # For tracebacks: without a time of change the cache keeps them.
+            linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+        return pickle.load(content)
+
+
+def _pickled(value: Any, names: set[str] | None) -> bytes:
+    """With the places of its code, for tracebacks, whose files `names` gets; or, where that is None, without."""
+    # Imported here: only functions need it.
+    import cloudpickle
+
+    reduce_code = cloudpickle.Pickler.dispatch_table[CodeType]
+
+    def reduced(code: CodeType) -> tuple[Any, ...]:
+        if names is None:
+            return _made_code, ("", *reduce_code(code.replace(co_firstlineno=1, co_linetable=b""))[1])
+        names.add(code.co_filename)
+        return _made_code, (code.co_filename, *reduce_code(code)[1])
+
+    table = ChainMap({CodeType: reduced}, cloudpickle.Pickler.dispatch_table)
+    buffer = io.BytesIO()
+    type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table})(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _made_code(file: str, *arguments: Any) -> CodeType:
+    """In the worker. cloudpickle alone leaves the name of the file out."""
+    return CodeType(*arguments).replace(co_filename=file)
+
+
+def _culprit(value: Any) -> str:
+    """The variable that keeps a function from being pickled, or else the value itself."""
+    try:
+        used = inspect.getclosurevars(inspect.unwrap(value))
+    except (TypeError, ValueError):
+        return f"{value!r:.200}"
+    for name, each in {**used.globals, **used.nonlocals}.items():
+        try:
+            _pickled(each, None)
+        except Exception:
+            return f"its variable {name!r} ({type(each).__name__})"
+    return f"{value!r:.200}"
+
+
+def _module_of(value: Any) -> bytes:
+    """The file of a module that its workers import: the pickle has its name alone."""
+    try:
+        file = Path(inspect.getsourcefile(value) or "") if value.__module__ != "__main__" else None
+        return file.read_bytes() if file is not None and file.is_file() else b""
+    except (AttributeError, TypeError, OSError):
+        return b""
+
+
+def _source_of(value: Any) -> str:
+    """Its text as comments, to be read; empty where Python does not have it."""
+    try:
+        source = textwrap.dedent(inspect.getsource(value))
+    except (TypeError, OSError):
+        return ""
+    return "".join(f"#     {line}".rstrip() + "\n" for line in source.splitlines())

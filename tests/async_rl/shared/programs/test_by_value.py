@@ -1,0 +1,152 @@
+"""Functions and classes by value, loaded as workers load any file of a user."""
+
+import functools
+import inspect
+import linecache
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.errors import ConfigError
+from async_rl.shared.programs.by_value import pickled, setting_of
+from async_rl.shared.programs.user_file import file_identity, load_from_file
+
+pytest.importorskip("cloudpickle")
+
+CELL = """
+def helper(x):
+    return x / scale
+
+def reward(prompt, responses, row):
+    return [helper(row["value"])]
+"""
+
+
+def of_cell(text: str, name: str = "<cell>", **variables: Any) -> Callable[..., Any]:
+    """What a notebook's cell defines: a function of `__main__`, whose text is in no file."""
+    linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    found = {"__name__": "__main__", "__builtins__": __builtins__, **variables}
+    exec(compile(text, name, "exec"), found)
+    return found["reward"]  # type: ignore[no-any-return]
+
+
+def written(path: Path, value: Any) -> str:
+    pickled("reward.name", value).write("reward.name", path / "reward.py")
+    return setting_of(path / "reward.py")
+
+
+def test_a_function_of_a_cell_comes_with_what_it_refers_to(tmp_path: Path) -> None:
+    name = written(tmp_path, of_cell(CELL, scale=2.0))
+    assert load_from_file("reward.name", name)(None, [], {"value": 3.0}) == [1.5]
+    assert "def reward(prompt, responses, row):" in (tmp_path / "reward.py").read_text(), "to be read"
+
+
+def closure(kept: float) -> Callable[..., Any]:
+    def reward(prompt: Any, responses: Any, row: Any) -> list[float]:
+        return [kept for _ in responses]
+
+    reward.correct_at = 0.5  # type: ignore[attr-defined]
+    return reward
+
+
+class Scorer:
+    def __init__(self, kept: float) -> None:
+        self.kept = kept
+
+    def __call__(self, prompt: Any, responses: Any, row: Any) -> list[float]:
+        return [self.kept for _ in responses]
+
+    def score(self, prompt: Any, responses: Any, row: Any) -> list[float]:
+        return self(prompt, responses, row)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        closure(0.25),
+        lambda prompt, responses, row: [0.25],
+        Scorer(0.25),
+        Scorer(0.25).score,
+        functools.partial(lambda kept, prompt, responses, row: [kept], 0.25),
+    ],
+    ids=["closure", "lambda", "object", "method", "partial"],
+)
+def test_whatever_can_be_called_is_sent(tmp_path: Path, function: Callable[..., Any]) -> None:
+    loaded = load_from_file("reward.name", written(tmp_path, function))
+    assert loaded(None, ["a response"], {}) == [0.25]
+    assert getattr(loaded, "correct_at", None) == getattr(function, "correct_at", None)
+    assert inspect.signature(loaded) == inspect.signature(function)
+
+
+def identity(path: Path, value: Any) -> str:
+    path.mkdir()
+    return file_identity("reward.name", written(path, value))
+
+
+def test_the_identity_is_that_of_the_code_and_not_of_its_place(tmp_path: Path) -> None:
+    first = identity(tmp_path / "a", of_cell(CELL, scale=2.0))
+    assert identity(tmp_path / "b", of_cell("\n\n\n" + CELL, "<another cell>", scale=2.0)) == first
+    assert identity(tmp_path / "c", of_cell(CELL, scale=3.0)) != first, "a variable that it reads"
+    assert identity(tmp_path / "d", of_cell(CELL.replace("x / scale", "x * scale"), scale=2.0)) != first, "a helper"
+
+
+def test_the_identity_covers_the_module_that_workers_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "of_a_user.py"
+    file.write_text("def reward(prompt, responses, row):\n    return [1.0]\n")
+    import of_a_user  # type: ignore[import-not-found]
+
+    first = identity(tmp_path / "a", of_a_user.reward)
+    file.write_text(file.read_text() + "\n# changed\n")
+    assert identity(tmp_path / "b", of_a_user.reward) != first
+
+
+@pytest.mark.parametrize(("variable", "kind"), [("file", "TextIOWrapper"), ("lock", "lock")])
+def test_what_cannot_be_sent_is_named(tmp_path: Path, variable: str, kind: str) -> None:
+    with (tmp_path / "open").open("w") as file:
+        lock = threading.Lock()
+        by_closure = {
+            "file": lambda prompt, responses, row: [file.name for _ in responses],
+            "lock": lambda prompt, responses, row: [lock.locked() for _ in responses],
+        }[variable]
+        by_global = of_cell(
+            f"def reward(prompt, responses, row):\n    return [{variable}]", **{variable: locals()[variable]}
+        )
+        for function in (by_closure, by_global):
+            with pytest.raises(ConfigError, match=rf"reward.name: its variable '{variable}' \({kind}\) cannot be sent"):
+                pickled("reward.name", function)
+
+
+FAILING = """
+import sys
+from async_rl.shared.programs.user_file import load_from_file, traceback_of_user
+try:
+    load_from_file("reward.name", sys.argv[1])(None, [], {"value": 1})
+except ZeroDivisionError as error:
+    print(traceback_of_user(error))
+"""
+
+
+@pytest.mark.distributed
+def test_a_process_that_knows_nothing_of_it_shows_the_lines_of_the_cell(tmp_path: Path) -> None:
+    name = written(tmp_path, of_cell(CELL, scale=0.0))
+    failed = subprocess.run([sys.executable, "-c", FAILING, name], capture_output=True, text=True, cwd=tmp_path)
+    assert 'File "<cell>", line 3, in helper\n    return x / scale' in failed.stdout, failed.stderr
+
+
+def test_a_module_beside_the_script_is_found_by_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "beside"
+    folder.mkdir()
+    (folder / "beside_the_script.py").write_text("def reward(prompt, responses, row):\n    return [7.0]\n")
+    monkeypatch.syspath_prepend(folder)
+    import beside_the_script  # type: ignore[import-not-found]
+
+    name = written(tmp_path, beside_the_script.reward)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(folder)])
+    del sys.modules["beside_the_script"]
+    assert load_from_file("reward.name", name)(None, [], {}) == [7.0]
