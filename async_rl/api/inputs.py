@@ -119,10 +119,16 @@ def _require_algorithm(setting: str, value: Any) -> None:
         raise ConfigError(f"{setting} is {name_of(value)}: expected a class, or the name of an algorithm")
 
 
+def _require_node(setting: str, value: Any) -> None:
+    if not callable(value):
+        raise ConfigError(f"{setting} is {value!r:.200}: expected a function, or {PREFIX}path/to/file.py:function")
+
+
 _CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "reward": _require_reward,
     "rollout": _require_program,
     "algorithm": _require_algorithm,
+    "pipeline": _require_node,
 }
 
 

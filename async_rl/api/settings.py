@@ -22,7 +22,13 @@ SOURCE = "source"
 PATHS = frozenset({"path", SOURCE, "teacher", "critic_path", "snapshot_dir"})
 """Keys with files and folders of this machine, or with names of the hub."""
 
-MAY_BE_CODE = {("reward", "name"), ("rollout", "program"), ("algorithm", "name"), ("parts", "name")}
+MAY_BE_CODE = {
+    ("reward", "name"),
+    ("rollout", "program"),
+    ("algorithm", "name"),
+    ("parts", "name"),
+    ("nodes", "function"),
+}
 """Where a function or class may stand: a table, and its key."""
 
 
@@ -35,6 +41,7 @@ class Sections(TypedDict, total=False):
     pool: Mapping[str, Any]
     publish: Mapping[str, Any]
     algorithm: Mapping[str, Any]
+    pipeline: Mapping[str, Any]
     adapter: Mapping[str, Any]
     optimizer: Mapping[str, Any]
     train: Mapping[str, Any]

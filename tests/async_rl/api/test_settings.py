@@ -95,6 +95,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown reward parts": ({"reward": {"parts": [{"name": 3}]}}, "reward.parts.0.name is 3"),
     "synchronous program": ({"program": three}, "rollout.program is three: expected an asynchronous function"),
     "no class": ({"algorithm": {"name": three}}, "algorithm.name is three: expected a class"),
+    "no node": (
+        {"pipeline": {"nodes": [{"name": "n", "function": 3, "reads": ["rewards"]}]}},
+        "pipeline.nodes.0.function is 3: expected a function",
+    ),
     "no rows": ({"data": []}, "prompts.source has no rows"),
     "a number": ({"data": 5}, r"prompts.source is 5 \(int\): give a path, a list of rows"),
     "a generator": ({"data": (row for row in ROWS)}, r"is a generator, which has no length: give list\(...\) of it"),
@@ -116,6 +120,14 @@ def test_a_program_and_an_algorithm_are_sent(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")
     config = of(tmp_path, None, program=program)
     assert config.rollout.program == f"python:{tmp_path}/inputs/rollout.py:rollout"
+
+
+def test_nodes_of_the_pipeline_are_sent(tmp_path: Path) -> None:
+    pytest.importorskip("cloudpickle")
+    nodes = [{"name": name, "function": three, "reads": ["prompt", "responses"]} for name in ("a", "b")]
+    config = of(tmp_path, pipeline={"nodes": nodes})
+    files = [node.function for node in config.pipeline.nodes]
+    assert files == [f"python:{tmp_path}/inputs/{name}.py:{name}" for name in ("pipeline", "pipeline_1")]
 
 
 def test_rows_of_evaluation_sets_and_mixtures_are_files(tmp_path: Path) -> None:
