@@ -37,6 +37,7 @@ NO_KEYS = {
     ),
     "rollout.top_p",  # refused, with the reason
     "trainer.optimizer_step",  # a method
+    *("run.metrics", "run.evaluations"),  # of a run in Python
 }
 
 

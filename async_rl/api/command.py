@@ -32,6 +32,9 @@ NUM_LOG_LINES = 20
 EVERY_VARIABLE = "ASYNC_RL_PROGRESS_EVERY"
 """As in `deploy.cluster.run_view`, which is not imported: a line of progress after so many iterations."""
 
+OF_TERMINALS = frozenset({"CLICOLOR", "CLICOLOR_FORCE", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"})
+"""Of a kernel, whose cells have colours: with them a command would draw its live view into its log."""
+
 GUARD = "async_rl.shared.programs.process_guard"
 
 
@@ -162,7 +165,8 @@ def open_log(path: Path) -> BinaryIO:
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """That of the commands, as the console script makes it; it finds async-rl where this process has it."""
-    child = {**environment, "PYTHONSAFEPATH": "1", EVERY_VARIABLE: "1"}
+    child = {name: value for name, value in environment.items() if name not in OF_TERMINALS}
+    child |= {"PYTHONSAFEPATH": "1", EVERY_VARIABLE: "1"}
     # Of a kernel: a module of its own environment, which a process of another Python lacks.
     if child.get("MPLBACKEND", "").startswith("module://"):
         del child["MPLBACKEND"]

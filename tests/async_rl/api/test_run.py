@@ -18,8 +18,12 @@ from async_rl.errors import ConfigError, ProcessFailed, RewardError, RunDirInUse
 from tests.async_rl.api.conftest import ROWS
 from tests.support.local_run import command_of
 from tests.support.stand_ins import Ground
+from tests.support.tiers import by_day
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
+
+pytest.importorskip("cloudpickle")
 
 ALL = 4
 """An instance, the trainer, and a worker of each."""
@@ -165,9 +169,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "how", ["at its end", "by Ctrl-C", "by kill -9", pytest.param("by an error", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("how", by_day(ENDS, ["by kill -9"]))
 def test_a_script_leaves_nothing_however_it_ends(ground: Ground, how: str) -> None:
     lines, code = ENDS[how]
     if how != "at its end":
@@ -176,9 +178,10 @@ def test_a_script_leaves_nothing_however_it_ends(ground: Ground, how: str) -> No
         lines = "while not __import__('os').path.exists('run/metrics.jsonl'): time.sleep(0.1)\n" + lines
     script = start_script(SCRIPT + lines)
     if how in ("by Ctrl-C", "by kill -9"):
-        ground.wait_for_processes(ALL)
+        # Its processes are started cold.
+        wait_for(lambda: len(ground.pids()) >= ALL, timeout_s=240)
         script.send_signal(signal.SIGINT if how == "by Ctrl-C" else signal.SIGKILL)
-    output, _ = script.communicate(timeout=200)
+    output, _ = script.communicate(timeout=280)
     assert script.returncode == code, output
     assert ground.living() == {}
     assert (how == "at its end") == ("the run is trained" in output), "it is waited for"
