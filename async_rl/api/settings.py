@@ -23,11 +23,8 @@ PATHS = frozenset({"path", SOURCE, "teacher", "critic_path", "snapshot_dir"})
 """Keys with files and folders of this machine, or with names of the hub."""
 
 MAY_BE_CODE = {
-    ("reward", "name"),
-    ("rollout", "program"),
-    ("algorithm", "name"),
-    ("parts", "name"),
-    ("nodes", "function"),
+    *(("reward", "name"), ("rollout", "program"), ("algorithm", "name")),
+    *(("parts", "name"), ("nodes", "function")),
 }
 """Where a function or class may stand: a table, and its key."""
 

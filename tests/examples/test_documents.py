@@ -33,6 +33,7 @@ SHOWN_IN_PART = [
     ("docs/data.md", "toml", "mixture/run.toml"),
     ("docs/evaluation.md", "toml", "evaluation/run.toml"),
     ("docs/gateway.md", "toml", "agent/run.toml"),
+    ("docs/pipeline.md", "toml", "pipeline/run.toml"),
     ("docs/rewards.md", "toml", "rewards/run.toml"),
     ("docs/rollouts.md", "toml", "tools/run.toml"),
     ("docs/tutorial_data.md", "toml", "tutorial/run.toml"),
