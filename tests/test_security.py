@@ -16,7 +16,7 @@ BETWEEN_PARENT_AND_CHILD = {
 """The parent pickles over a pipe that nobody else has an end of; the child answers in JSON."""
 
 OF_THE_USER = {"async_rl/shared/programs/by_value.py"}
-"""A user's functions, in files beside the Python files that a config names: who may write the ones may write the others."""
+"""A user's functions, in files beside Python files that a config names: who may write the ones may write the others."""
 
 IN_A_SANDBOX = "async_rl/parts/sandbox/inside/"
 """Its job is to run programs, where they harm nobody."""
