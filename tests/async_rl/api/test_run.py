@@ -75,6 +75,13 @@ def test_a_named_error_of_the_trainer_is_raised_where_the_run_is_waited_for(grou
     assert run.state == "failed"
 
 
+def test_what_the_command_refuses_is_raised_and_nothing_was_started(ground: Ground, train: Train) -> None:
+    with pytest.raises(ConfigError, match=r"prompts.columns") as raised:
+        train(data=[{"question": "What is 1 + 1?", "answer": "2"}]).wait()
+    assert "no value in column 'prompt'" in str(raised.value) and ground.pids() == {}
+    assert train().wait().state == "finished", "the folder has no run yet"
+
+
 def test_one_folder_has_one_run_and_stop_ends_it_once_and_again(ground: Ground, train: Train) -> None:
     ground.then_trainer_does(FOR_EVER)
     run = train()
@@ -166,6 +173,10 @@ ENDS = {
     "by an error": ("raise KeyError('mine')", 1),
     "by Ctrl-C": ("for record in run: time.sleep(0.01)\nrun.wait()", -signal.SIGINT),
     "by kill -9": ("run.wait()", -signal.SIGKILL),
+    "by stop, beside a fork": (
+        "import os\npid = os.fork()\nif not pid: time.sleep(300)\nrun.stop()\nos.kill(pid, 9)",
+        0,
+    ),
 }
 
 
