@@ -87,7 +87,8 @@ def test_one_folder_has_one_run_and_stop_ends_it_once_and_again(ground: Ground, 
     run = train()
     with pytest.raises(RunDirInUse):
         train()
-    ground.wait_for_processes(ALL)
+    records = ground.path / "run" / "metrics.jsonl"
+    wait_for(lambda: records.exists() and records.read_text().count("\n") == 3, said=ground.pids)
     thread = threading.Thread(target=run.stop)
     thread.start()
     run.stop()
