@@ -2,11 +2,7 @@
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypedDict
 
 from typing_extensions import Unpack
@@ -17,7 +13,8 @@ from async_rl.api.settings import Tree, tree_of
 from async_rl.config.keys import find_key, nearest
 from async_rl.config.sections import Config
 from async_rl.config.toml_text import toml_value
-from async_rl.errors import ConfigError, ProcessFailed
+from async_rl.errors import ConfigError
+from async_rl.shared.files import temporary_directory
 
 GRACE_S = 10.0
 
@@ -64,7 +61,7 @@ def evaluate(
         )
     if data is None:
         raise ConfigError("data is missing: give a path, a list of rows, or a data set")
-    with _directory() as directory:
+    with temporary_directory("async-rl-python-") as directory:
         inputs = Inputs(directory)
         settings = settings if isinstance(settings, Mapping) else {}
         tree = inputs.take(tree_of(None, settings, data=data, reward=reward, program=program))
@@ -113,18 +110,3 @@ def _words_of(tree: Tree) -> Iterator[str]:
             is_text = isinstance(value, str) and key is not None and key.is_text
             if value is not None:
                 yield f"--{section}.{name}={value if is_text else toml_value(value)}"
-
-
-@contextmanager
-def _directory() -> Iterator[Path]:
-    """A folder for inputs and log; kept if the process failed, since the error names its log."""
-    directory = Path(tempfile.mkdtemp(prefix="async-rl-python-"))
-    is_named = False
-    try:
-        yield directory
-    except ProcessFailed:
-        is_named = True
-        raise
-    finally:
-        if not is_named:
-            shutil.rmtree(directory, ignore_errors=True)

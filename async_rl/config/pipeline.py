@@ -83,10 +83,6 @@ class Pipeline:
     def stages(self) -> list[Stage]:
         return [stage for wave in self.waves for stage in wave]
 
-    def writes(self, name: str) -> bool:
-        """Whether a stage writes this."""
-        return any(name in stage.writes for stage in self.stages)
-
 
 def pipeline_of(
     program: str, reward: RewardSection, nodes: Sequence[PipelineNode], algorithm: AlgorithmSection

@@ -7,12 +7,13 @@ Weight snapshots are written elsewhere (`weights/snapshot.py`): streams in share
 import errno
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from async_rl.errors import WriteFailed
+from async_rl.errors import ProcessFailed, WriteFailed
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -118,6 +119,21 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def temporary_directory(prefix: str) -> Iterator[Path]:
+    """A folder for configs and logs; kept if a process failed, since the error names its log."""
+    directory = Path(tempfile.mkdtemp(prefix=prefix))
+    is_named = False
+    try:
+        yield directory
+    except ProcessFailed:
+        is_named = True
+        raise
+    finally:
+        if not is_named:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager

@@ -8,9 +8,7 @@ the program `async_rl.evaluation`. Every process it started ends with it, howeve
 import argparse
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,10 +24,10 @@ from async_rl.checks.preflight.model import ModelFiles
 from async_rl.checks.preflight.model_room import with_room
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
-from async_rl.errors import AsyncRLError, ConfigError, ProcessFailed
+from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.records.records import require_no_run
 from async_rl.records.run_records import RecordFile
-from async_rl.shared.files import write_file
+from async_rl.shared.files import temporary_directory, write_file
 from async_rl.shared.net.free_ports import free_ports
 from async_rl.shared.programs.extras import require_extras
 from deploy.cluster.process import Process, Running, log_path
@@ -184,7 +182,7 @@ def _config(options: argparse.Namespace, overrides: Sequence[str], console: Cons
         yield named, load_config(named, overrides).model.path
         return
     evaluate_options.require_reward(options, overrides)
-    with _directory() as directory:
+    with temporary_directory("async-rl-eval-") as directory:
         path, made = directory / "evaluation.toml", str(directory / "model")
         words = evaluate_options.export_words(options)
         _write_config(path, evaluate_options.config_text(options, directory, made if words else None))
@@ -205,21 +203,6 @@ def _export(words: Sequence[str], directory: Path, console: Console) -> None:
     argv = (sys.executable, "-m", "trainer.export", *words)
     with Deployment() as deployment, console.status(f"evaluation: making a checkpoint of {words[0]}"):
         deployment.run(Process("export", "program", argv, log_path(directory, "export")), lambda: None)
-
-
-@contextmanager
-def _directory() -> Iterator[Path]:
-    """A directory for config and logs; kept if a process failed, since the error names its log."""
-    directory = Path(tempfile.mkdtemp(prefix="async-rl-eval-"))
-    is_named = False
-    try:
-        yield directory
-    except ProcessFailed:
-        is_named = True
-        raise
-    finally:
-        if not is_named:
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _write_config(path: Path, text: str) -> None:

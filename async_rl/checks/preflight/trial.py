@@ -8,7 +8,7 @@ calls the reward.
 import asyncio
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -113,7 +113,7 @@ async def _try_reward(config: Config, prompt: Prompt, tokenizer: Tokenizer, tria
     except ValueError as error:
         trial.errors.append(f"row {prompt.prompt_id}: {error}")
         return
-    responses = _made_up(config, tokenizer)
+    responses = _made_up(config, tokenizer, MADE_UP)
     for label, alone in config.reward.single_rewards.items():
         if alone.name not in SERVICES:
             await _try(alone, label, prompt, responses if label in labels else [], trial)
@@ -125,7 +125,8 @@ async def _try_nodes(config: Config, prompt: Prompt, tokenizer: Tokenizer, trial
     nodes = [
         node.model_copy(update=once | {"timeout_s": min(node.timeout_s, CALL_S)}) for node in config.pipeline.nodes
     ]
-    responses = tuple(response for response in _made_up(config, tokenizer) if response.num_sampled)
+    # A response that was sampled has a token at least.
+    responses = tuple(_made_up(config, tokenizer, [text for text in MADE_UP if text]))
     rewards = tuple(float(i % 2) for i in range(len(responses)))
     group = Group(
         iteration=0,
@@ -146,7 +147,8 @@ async def _try_nodes(config: Config, prompt: Prompt, tokenizer: Tokenizer, trial
         trial.errors.append(str(error))
     except NodeFailed as error:
         said = f"tried with made-up responses to row {prompt.prompt_id} (from 0), {error}"
-        if any(isinstance(each, NotInTime) for each in _causes(error)):
+        may_take_longer = any(node.timeout_s > CALL_S for node in config.pipeline.nodes)
+        if may_take_longer and any(isinstance(each, NotInTime) for each in _causes(error)):
             trial.warnings.append(said)
         else:
             trial.errors.append(f"{said.rstrip()}\ncorrect the function of the node, or start what it asks")
@@ -154,9 +156,8 @@ async def _try_nodes(config: Config, prompt: Prompt, tokenizer: Tokenizer, trial
         await calls.close()
 
 
-def _made_up(config: Config, tokenizer: Tokenizer) -> list[Response]:
-    texts = [MADE_UP[i % len(MADE_UP)] for i in range(config.rollout.responses_per_prompt)]
-    return [_response(text, tokenizer) for text in texts]
+def _made_up(config: Config, tokenizer: Tokenizer, texts: Sequence[str]) -> list[Response]:
+    return [_response(texts[i % len(texts)], tokenizer) for i in range(config.rollout.responses_per_prompt)]
 
 
 def _response(text: str, tokenizer: Tokenizer) -> Response:

@@ -84,7 +84,9 @@ async def gathered(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as siblings:
             tasks = [siblings.create_task(call) for call in calls]
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        (first, *_) = errors.exceptions
+        # Not of the group, whose traceback has all of them; and with what it came from.
+        raise first from first.__cause__
     return [task.result() for task in tasks]
 
 

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
+from async_rl.config import pipeline
 from async_rl.config.algorithm_traits import TRAITS
 from async_rl.config.pipeline import FOR_TRAINING, READABLE, waves_of
 from async_rl.config.pipeline_section import PipelineNode
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
+from async_rl.method import types
 from async_rl.method.algorithms import make_algorithm
 from tests.support import minimal_config
 from tests.support.algorithm_options import PARTS, random_settings
@@ -71,10 +73,13 @@ def test_each_stage_follows_what_it_reads_whatever_the_order_of_the_nodes(rng: r
 
 
 def test_what_a_node_writes_is_read_in_the_place_of_the_reward() -> None:
-    pipeline = config_of([node("mixed", "rewards", writes="shaped_rewards")]).graph
-    (advantage,) = (stage for stage in pipeline.stages if stage.name == "advantage")
+    graph = config_of([node("mixed", "rewards", writes="shaped_rewards")]).graph
+    (advantage,) = (stage for stage in graph.stages if stage.name == "advantage")
     assert "shaped_rewards" in advantage.reads and "rewards" not in advantage.reads
-    assert all(config_of([node("x", "rewards", writes=name)]).graph.writes(name) for name in FOR_TRAINING)
+    for name in FOR_TRAINING:
+        stages = config_of([node("x", "rewards", writes=name)]).graph.stages
+        assert [stage.role for stage in stages if name in stage.reads], f"nothing reads {name}"
+    assert pipeline.UNSHAPED == types.UNSHAPED
 
 
 CRITIC = {"name": "ppo"}

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.checks.preflight.trial import MADE_UP, try_out
+from async_rl.checks.preflight.trial import MADE_UP, Trial, try_out
+from async_rl.checks.preflight.user_file import require_nodes
+from async_rl.config.pipeline_section import PipelineNode, PipelineSection
 from async_rl.config.sections import Config
+from async_rl.errors import ConfigError
 
 pytestmark = pytest.mark.distributed
 
@@ -170,3 +173,46 @@ def test_epochs_in_which_the_critic_is_always_alone_are_an_error(workplace: Path
     sections: dict[str, dict[str, object]] = {"algorithm": {"name": "ppo", "options": {"critic_iterations_alone": 3}}}
     (said,) = try_out(config(train={"iterations": None, "epochs": 2}, **sections)).errors
     assert "the policy would never learn" in said
+
+
+NODES = """
+import time
+
+def mean(responses): return [sum(r.logprobs) / r.num_sampled for r in responses]
+def parts(rewards, reward_parts): return [min(rewards) + sum(map(len, reward_parts.values())) for _ in rewards]
+def short(rewards): return rewards[1:]
+def hangs(rewards): time.sleep(60)
+def other(reward): return reward
+"""
+
+
+def tried(name: str, *reads: str, timeout_s: float = 1.0, **sections: dict[str, object]) -> Trial:
+    Path("nodes.py").write_text(NODES)
+    node = {"name": "n", "function": f"python:nodes.py:{name}", "reads": reads, "timeout_s": timeout_s}
+    return try_out(config(pipeline={"nodes": [node]}, **sections))
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_nodes_are_called_as_in_a_run(size: int, workplace: Path) -> None:
+    group = {"responses_per_prompt": size, "max_response_tokens": 24}
+    of_parts = {"name": None, "parts": [{"name": "python:reward.py:score", "label": "a"}]}
+    for trial in (
+        tried("mean", "responses", rollout=group),
+        tried("parts", "rewards", "reward_parts", rollout=group, reward=of_parts),
+    ):
+        assert not trial.errors and not trial.warnings
+    assert f"expected {size} finite floats" in tried("short", "rewards", rollout=group).errors[0]
+
+
+def test_a_node_that_takes_longer_than_it_may_or_takes_another_argument_is_refused(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no answer within pipeline.nodes 'n'.timeout_s = 1 s" in tried("hangs", "rewards").errors[0]
+    monkeypatch.setattr("async_rl.checks.preflight.trial.CALL_S", 1.0)
+    trial = tried("hangs", "rewards", timeout_s=60.0)
+    assert not trial.errors and "no answer within pipeline.nodes 'n'.timeout_s = 1 s" in trial.warnings[0]
+    assert "is called with what the node reads, rewards" in tried("other", "rewards").errors[0]
+    for name, said in (("other", r"line 8: it is called with what .* rewards: "), ("none", "has no function 'none'")):
+        node = PipelineNode(name="n", function=f"python:nodes.py:{name}", reads=("rewards",))
+        with pytest.raises(ConfigError, match=said):
+            require_nodes(PipelineSection(nodes=(node,)))
