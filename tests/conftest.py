@@ -4,6 +4,8 @@ import gc
 import os
 import random
 import signal
+import socketserver
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +51,18 @@ with suppress(ConfigError):
 for number in (signal.SIGHUP, signal.SIGINT):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
+
+# Threads of a test's own server outlive it, and capturing standard error is of the whole process: who hangs up in one
+# test would otherwise be told in the output that another one reads.
+_tell_error = socketserver.BaseServer.handle_error
+
+
+def _tell_all_but_hang_ups(self: socketserver.BaseServer, request: object, client: object) -> None:
+    if not isinstance(sys.exception(), ConnectionError):
+        _tell_error(self, request, client)  # type: ignore[arg-type]
+
+
+socketserver.BaseServer.handle_error = _tell_all_but_hang_ups  # type: ignore[assignment,method-assign]
 
 LEFT_OUT_OR_ALL = {"nightly", "devices", "layouts", ALWAYS}
 
