@@ -33,11 +33,12 @@ def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelT
 
         scan_models_once()
         from huggingface_hub.errors import StrictDataclassError
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
     try:
         # With the defaults of its class, which engines take for what the file leaves out.
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False).to_dict()
+        said, _ = PreTrainedConfig.get_config_dict(checkpoint)
     except (
         OSError,
         ValueError,
@@ -64,7 +65,7 @@ def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelT
         generation_config = {}
     # A tokenizer's file may ask to take spaces before punctuation out: the text would not be that of the tokens.
     tokenizer.clean_up_tokenization_spaces = False
-    ends = EndTokens.of(tokenizer.eos_token_id, generation_config, config, config["vocab_size"])
+    ends = EndTokens.of(tokenizer.eos_token_id, generation_config, config, config["vocab_size"], config_file=said)
     if ends.warning:
         log.warning("model.path %r: %s", name, ends.warning)
 

@@ -18,16 +18,27 @@ class EndTokens:
     tokenizer: frozenset[int]
     generation_config: frozenset[int]
     config: frozenset[int]
+    is_default: bool = False
+    """Whether those of `config` are what transformers takes for its class, since config.json names none."""
 
     @classmethod
     def of(
-        cls, tokenizer: object, generation_config: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int | None
+        cls,
+        tokenizer: object,
+        generation_config: Mapping[str, Any],
+        config: Mapping[str, Any],
+        vocab_size: int | None,
+        *,
+        config_file: Mapping[str, Any] | None = None,
     ) -> "EndTokens":
-        """Of the tokenizer's `eos_token_id`, and the contents of generation_config.json and config.json."""
+        """Of the tokenizer's `eos_token_id`, the contents of generation_config.json, and the config that transformers
+        made of `config_file`, the contents of config.json; where that is not given, `config` has what it says."""
+        said = config if config_file is None else config_file
         return cls(
             _ids(tokenizer, vocab_size),
             _ids(generation_config.get("eos_token_id"), vocab_size),
             _ids(config.get("eos_token_id"), vocab_size),
+            "eos_token_id" not in said and "eos_token_id" not in (said.get("text_config") or {}),
         )
 
     @property
@@ -44,12 +55,16 @@ class EndTokens:
                 "neither the tokenizer nor generation_config.json nor config.json names an end token (eos_token_id): "
                 "responses end at rollout.max_response_tokens only; name it there, or in rollout.stop"
             )
-        if union in (self.tokenizer, self.generation_config, self.config):
+        named = (self.tokenizer, self.generation_config, frozenset() if self.is_default else self.config)
+        if union in named:
             return None
+        third = f"config.json {sorted(self.config)}"
+        if self.is_default:
+            third = f"config.json none, for which transformers takes {sorted(self.config)}"
         return (
             f"its end tokens differ: the tokenizer names {sorted(self.tokenizer)}, generation_config.json "
-            f"{sorted(self.generation_config)}, config.json {sorted(self.config)} (eos_token_id); each of them ends a "
-            "response: name all of them in generation_config.json if that is meant"
+            f"{sorted(self.generation_config)}, {third} (eos_token_id); each of them ends a response: name all of them "
+            "in generation_config.json if that is meant, or the right one in config.json"
         )
 
 

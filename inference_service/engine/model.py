@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     FineGrainedFP8Config,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -131,7 +132,8 @@ def _load_codec(path: str) -> Codec | None:
 def _eos_ids(path: str, model: PreTrainedModel, codec: Codec | None) -> frozenset[int]:
     generation = {} if model.generation_config is None else model.generation_config.to_dict()
     config = model.config.to_dict()
-    ends = EndTokens.of(codec and codec.eos_token_id, generation, config, config.get("vocab_size"))
+    said, _ = PreTrainedConfig.get_config_dict(path)
+    ends = EndTokens.of(codec and codec.eos_token_id, generation, config, config.get("vocab_size"), config_file=said)
     if ends.warning:
         log.warning("the model %r: %s", path, ends.warning)
     return frozenset(ends.ids)

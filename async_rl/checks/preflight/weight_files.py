@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from async_rl.checks.preflight.layer_names import names_in_layer
 from async_rl.errors import ConfigError
 from async_rl.shared.model_families import OUT_GATE, TABLE
 from async_rl.shared.model_shape import ModelShape
@@ -201,12 +202,12 @@ def require_sizes(named: str, shape: ModelShape, tensors: Mapping[str, StoredTen
 
 
 def require_names(named: str, shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> None:
-    """Checks that files with layers have the embedding, the norms, and in each layer what others of its kind have.
+    """Checks that files with layers have the embedding, the last norm, and in each layer what its kind needs and what
+    others of it have.
 
     Raises:
         ConfigError: a tensor is missing.
     """
-    norms = {f"{norm}.weight" for norm in shape.norms if norm}
     layers: list[set[str]] = [set() for _ in range(shape.num_layers)]
     for name in tensors:
         number, _, rest = name.removeprefix(LAYERS).partition(".")
@@ -217,11 +218,15 @@ def require_names(named: str, shape: ModelShape, tensors: Mapping[str, StoredTen
             layers[int(number)].add(rest)
     if not any(layers):
         return
-    kinds = [(shape.has_delta(layer), shape.has_experts(layer)) for layer in range(shape.num_layers)]
     missing = [name for name in (EMBEDDING, LAST_NORM) if name not in tensors]
     expected: dict[tuple[bool, bool], set[str]] = {}
+    kinds = [(shape.has_delta(layer), shape.has_experts(layer)) for layer in range(shape.num_layers)]
     for own, kind in zip(layers, kinds, strict=True):
-        expected.setdefault(kind, set(norms)).update(own)
+        expected.setdefault(kind, set()).update(own)
+    for kind, layer in dict(zip(kinds, range(shape.num_layers), strict=True)).items():
+        for forms in names_in_layer(shape, layer):
+            most = max(forms, key=lambda form: sum(name in own for own in layers for name in form))
+            expected[kind].update(most)
     for layer, (own, kind) in enumerate(zip(layers, kinds, strict=True)):
         missing += (f"{LAYERS}{layer}.{name}" for name in sorted(expected[kind] - own))
     if missing:

@@ -58,6 +58,16 @@ def test_a_user_is_told_when_none_is_named_or_no_source_names_all(
     assert found is None if warning is None else re.search(warning, found or "")
 
 
+def test_what_only_transformers_takes_for_a_class_is_said() -> None:
+    """LlamaConfig has 2, also where config.json names none."""
+    made = {"eos_token_id": 2}
+    assert EndTokens.of(2, {}, made, 96, config_file={}).warning is None
+    assert EndTokens.of(None, {}, made, 96, config_file={"text_config": made}).warning is None
+    for tokenizer, generation in ((None, {}), (5, {}), (5, {"eos_token_id": 5})):
+        ends = EndTokens.of(tokenizer, generation, made, 96, config_file={})
+        assert 2 in ends.ids and "config.json none, for which transformers takes [2]" in (ends.warning or "")
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "expected"), [([5, 6], 5, (1, 5, 6)), (None, None, (1,)), (5, None, (1, 5)), (1, 1, (1,))]
 )

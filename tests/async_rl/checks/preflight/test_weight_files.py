@@ -1,5 +1,8 @@
 """What a safetensors file holds, read without torch, against torch's own reading."""
 
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from async_rl.checks.preflight import weight_files
-from async_rl.checks.preflight.weight_files import FLOATS, tensors_of
+from async_rl.checks.preflight.weight_files import FLOATS, LAYERS, require_names, stored_tensors, tensors_of
+from async_rl.errors import ConfigError
+from async_rl.shared.model_families import TABLE
+from async_rl.shared.model_shape import ModelShape
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -32,3 +38,19 @@ def test_values_that_are_not_finite_are_found_wherever_they_are(
         file = Path(tmp_path_factory.getbasetemp()) / f"{dtype}.safetensors"
         save_file({"x": values}, file)
         assert tensors_of(file)["x"].is_finite() == bool(values.isfinite().all())
+
+
+@pytest.mark.parametrize("family", TABLE)
+def test_a_tensor_that_no_layer_has_is_missed_in_every_family(family: str, tiny_model: Callable[..., Path]) -> None:
+    """As after a conversion that does not know a name: engines would begin with random or neutral values there."""
+    path = tiny_model(family)
+    shape = ModelShape.of_config(json.loads((path / "config.json").read_text()), family)
+    tensors = stored_tensors(path)
+    require_names(family, shape, tensors)
+
+    def kind_of(name: str) -> str:
+        return re.sub(r"\d+", "N", name)
+
+    for kind in {kind_of(name) for name in tensors if name.startswith(LAYERS)}:
+        with pytest.raises(ConfigError, match="has no tensor"):
+            require_names(family, shape, {name: at for name, at in tensors.items() if kind_of(name) != kind})
