@@ -19,6 +19,7 @@ PROGRAMS = {
     "status": ("deploy.status", "the tasks, instances and progress of a run: async-rl status [--run RUN_DIR]"),
     "watch": ("deploy.watch", "the live view of a run that goes on or is over: async-rl watch RUN"),
     "plan": ("deploy.scaling", "what limits a run, and what other numbers of devices would do: async-rl plan RUN"),
+    "calibrate": ("deploy.scaling.calibrate", "the same from two short runs of a config: async-rl calibrate CONFIG"),
     "trace": ("deploy.trace", "the last periods of a run for Perfetto: async-rl trace RUN [-o FILE] [--last N]"),
     "dashboard": ("async_rl.parts.dashboard", "runs in a browser, live: async-rl dashboard RUN [RUN2 ...]"),
     "report": ("async_rl.parts.dashboard.report", "the same page as one file: async-rl report RUN [RUN2 ...] -o FILE"),

@@ -6,7 +6,8 @@ One run is measured, whose records give the costs; each other one has something 
 responses at once, smaller windows, both pools one after the other, more instances or replicas. All are `async-rl run`
 with the embedded engine and a random model, whose responses end at random; the weights do not change. The last line is
 one JSON object: for each set-up `measured_s`, the median of an iteration, `simulated_s`, from the costs and batches of
-the first run, and `ratio`, simulated / measured.
+the first run and of one that trains after its rollouts, as `async-rl calibrate` makes them, and `ratio`, simulated /
+measured; `ratio_of_one` is that of the first run's costs alone.
 """
 
 import argparse
@@ -72,6 +73,12 @@ class Other:
     prompts: int | None = None
     responses: int | None = None
 
+
+CALIBRATION: dict[str, Mapping[str, object]] = {
+    "beside": {},
+    "after": {"train.mode": "synchronous", "prompts.prompts_per_batch": PROMPTS // 2},
+}
+"""The runs of `async-rl calibrate`."""
 
 OTHERS: dict[str, Other] = {
     "as it is": Other(),
@@ -147,12 +154,18 @@ def simulated_s(measured: Measured, other: Other) -> float:
 
 def compare(directory: Path, size: str, iterations: int, names: list[str]) -> dict[str, Any]:
     prepare(directory, size)
-    measured = measure(run(directory, "measured", {}, iterations))
+    runs = [run(directory, name, settings, iterations) for name, settings in CALIBRATION.items()]
+    alone, measured = measure(runs[0]), measure(*runs)
     found = {}
     for name in names:
         took_s = seconds_of(run(directory, name, OTHERS[name].settings, iterations))
         said_s = simulated_s(measured, OTHERS[name])
-        found[name] = {"measured_s": took_s, "simulated_s": said_s, "ratio": said_s / took_s}
+        found[name] = {
+            "measured_s": took_s,
+            "simulated_s": said_s,
+            "ratio": said_s / took_s,
+            "ratio_of_one": simulated_s(alone, OTHERS[name]) / took_s,
+        }
         print(f"{name:<24} measured {took_s:6.3f} s  simulated {said_s:6.3f} s  {said_s / took_s:5.2f}", flush=True)
     return found
 

@@ -1,6 +1,6 @@
-"""`async-rl plan RUN [--devices N]`: what limits a run, and how long its iterations would take with other pools.
+"""`async-rl plan RUN [RUN ...] [--devices N]`: what limits a run, and how long its iterations would take with others.
 
-Reads the records of a run that goes on or is over. `async-rl plan --graph CONFIG` shows the stages of a group. Exit
+Reads the records of runs that go on or are over. `async-rl plan --graph CONFIG` shows the stages of a group. Exit
 codes: 0 success, 2 no such run or config, or not enough of it.
 """
 
@@ -40,6 +40,7 @@ def text_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> str:
         f"  instance   {_s(costs.step_s)} a decoding step and {_s(costs.token_s)} for each running response, "
         f"{_s(costs.prompt_token_s)} a token of a prompt; scored {_s(costs.score_s)} after the last one",
         f"  replica    {_s(costs.window_s)} a window and {_s(costs.row_s)} for each row",
+        f"  both at once: a step takes {costs.slower_decoding:.2f} times as long, a window {costs.slower_training:.2f}",
         f"  iteration  step {_s(costs.optimizer_s)}, publish {_s(costs.publish_s)}, between {_s(costs.between_s)}",
         f"  simulated / measured, of the others: median {median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}",
         "",
@@ -116,10 +117,16 @@ def make_parser() -> Parser:
     parser = Parser(
         "async-rl plan",
         "Simulates a run's iterations with other numbers of instances and replicas, from what its records say.",
-        "RUN [OPTIONS], or async-rl plan --graph CONFIG [-o FILE.svg] [--section.key VALUE ...]",
+        "RUN [RUN ...] [OPTIONS], or async-rl plan --graph CONFIG [-o FILE.svg] [--section.key VALUE ...]",
         Config,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run.dir of a run that goes on or is over; or a config")
+    parser.add_argument(
+        "run",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="run.dir of a run that goes on or is over, and of others of the same model and hardware; or a config",
+    )
     parser.add_argument("--graph", action="store_true", help="show the stages of a group, of the config that is named")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="with --graph: where to draw them, as SVG")
     parser.add_argument("--devices", type=int, metavar="N", help="find the best split of so many among both pools")
@@ -142,13 +149,15 @@ def main(argv: Sequence[str]) -> int:
     others = [f"--{name}" for name in ("devices", "instances", "replicas", "prompts", "responses", "json")]
     if options.graph and (given := [name for name in others if getattr(options, name[2:])]):
         parser.error(f"{given[0]} is for the records of a run, and --graph shows a config: leave one of them out")
+    if options.graph and options.run[1:]:
+        parser.error(f"{str(options.run[1])!r} is a second config: --graph shows one")
     if not options.graph and (options.output or parser.overrides):
         parser.error(f"{'-o' if options.output else parser.overrides[0]} is for --graph CONFIG: add --graph")
     try:
         if options.graph:
-            show_graph(options.run, parser.overrides, options.output)
+            show_graph(options.run[0], parser.overrides, options.output)
             return 0
-        run = measure(options.run)
+        run = measure(*options.run)
         batches = Batches(run, options.prompts, options.responses)
         set_ups = [run.set_up]
         if options.devices:

@@ -1,76 +1,33 @@
 """What each part of a run costs, from its records: windows by regression, the instances' part by simulation.
 
-`timeline.jsonl` says when each group was dispatched, finished and trained, and how long its responses are. A window's
-time is a line in its rows (least squares). Steps of an engine are not in the records: their costs are those with which
-simulated groups finish nearest to when the real ones did (Gauss-Newton: least squares of times that are linear in the
-costs while these change no group's place).
+A window's time is a line in its rows (least squares). Steps of an engine are not in the records: their costs are those
+with which simulated groups finish nearest to when the real ones did (Gauss-Newton: least squares of times that are
+linear in the costs while these change no group's place). How much the pools slow each other down is tried: training,
+where a run has windows with and without rollouts beside them; decoding, with runs that train beside it and after it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from async_rl.errors import ConfigError
-from async_rl.records.rotation import TIMELINE
-from async_rl.records.run_records import (
-    METRICS,
-    Record,
-    RunRecords,
-    has_iteration,
-    number_of,
-    object_in,
-    require_readable,
-)
-from deploy.scaling.simulation import Costs, SetUp, Shape, finish_times, simulate
+from async_rl.records.run_records import Record, number_of
+from deploy.scaling.iterations import LARGEST, PARTS, Iteration, iterations_of, set_up_of
+from deploy.scaling.simulation import Costs, SetUp, finish_times, simulate
 
 NUM_ROUNDS = 8
 
 HARDLY_WORSE = 1.1
 """Of a squared error, as a multiple of the least."""
 
-NUM_ITERATIONS = 20
-"""The last ones, of which every other one is fitted, and the others are compared."""
+FACTORS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.65, 1.8, 2.0)
+"""By which pools may slow each other down: up to half of a processor each."""
 
-FEWEST = 4
-
-REPLICA = ("tensor_parallel", "pipeline_parallel", "context_parallel")
-"""Whose product is a replica's ranks."""
-
-PARTS = ("seconds", "publish_s", "step_s", "wait_s", "train_s")
-SIZES = ("num_prompt_tokens", "num_response_tokens", "num_responses", "num_turns")
-LARGEST, MOST = 2**40, 2**16
-"""Tokens and seconds, and responses of a group: beyond it a number is none of a run."""
-
-TIMES = ("started_s", "finished_s")
-WINDOW = ("train_started_s", "train_finished_s")
-"""Of groups of other replicas than the one that writes the records there are none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A group of an iteration: its sizes, and when it finished, in seconds after the dispatch of the batch; None of one
-    that a selection left out."""
-
-    shape: Shape
-    finished_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    """What the records have of one; groups are in the order of their dispatch."""
-
-    record: Record
-    groups: tuple[Group, ...]
-    windows: tuple[tuple[int, float], ...]
-    """(rows, seconds) of each window of the replica that writes the records."""
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        return tuple(group.shape for group in self.groups)
+FEWEST_WINDOWS = 8
+"""With rollouts beside them, and as many without, to tell how much these slow training down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,133 +49,77 @@ class Measured:
     others: tuple[Costs, ...] = ()
 
 
-def measure(run_dir: Path) -> Measured:
+def measure(run_dir: Path, *others: Path) -> Measured:
     """The costs of a run that goes on or is over.
 
+    Args:
+        others: runs of the same model on the same hardware, whose iterations tell more of the costs: of another size,
+            schedule or number of responses at once.
+
     Raises:
-        ConfigError: it has too few iterations, or they are not such as a simulation knows.
+        ConfigError: one has too few iterations, or they are not such as a simulation knows.
     """
-    require_readable(run_dir, ["config.json", METRICS, TIMELINE.name])
-    config = object_in(run_dir / "config.json")
-    try:
-        sizes = [config["trainer"][name] for name in REPLICA]
-        max_running, window_rows = config["inference"]["max_concurrency"], config["trainer"]["micro_batch_tokens"]
-        mode, placement = config["train"]["mode"], config["run"]["placement"]
-        if not all(isinstance(each, int) and 0 < each <= LARGEST for each in (*sizes, max_running, window_rows)):
-            raise TypeError
-    except (LookupError, TypeError) as error:
-        raise ConfigError(f"{str(run_dir)!r} has no config.json of a run: name the run.dir of a run") from error
-    if placement == "turns":
-        raise ConfigError(
-            'run.placement is "turns": a plan divides devices among pools that have devices of their own; name a run '
-            'with "separate"'
-        )
-    iterations = _iterations(run_dir)
-    last = iterations[-1].record
-    of_replica, num_instances = math.prod(sizes), max(1, int(last["num_instances"]))
-    set_up = SetUp(
-        num_instances=num_instances,
-        num_replicas=max(1, int(last["num_training_devices"]) // of_replica),
-        max_running=max_running,
-        window_rows=window_rows,
-        schedule="synchronous" if mode == "synchronous" else "periodic",
-    )
-    costs, *others = _fit(iterations[::2], set_up)
-    ratios = [simulate(each.shapes, costs, set_up).seconds / each.record["seconds"] for each in iterations[1::2]]
-    of_instance = max(1, round(min(number_of(last.get("num_inference_devices")) or 0, LARGEST) / num_instances))
-    return Measured(set_up, (of_instance, of_replica), costs, tuple(iterations), tuple(ratios), tuple(others))
-
-
-def _iterations(run_dir: Path) -> list[Iteration]:
-    """The last ones with the same number of instances and devices as the very last; the first of a run is left out."""
-    run = RunRecords(run_dir)
-    needed = (*PARTS, "num_instances", "num_training_devices")
-    records = [
-        each for each in run.metrics.new_records() if has_iteration(each) and _has(each, needed) and each["seconds"] > 0
+    runs = [iterations_of(path, set_up_of(path)) for path in (run_dir, *others)]
+    costs, *nearly = fit([each for iterations in runs for each in iterations[::2]])
+    ratios = [
+        simulate(each.shapes, costs, each.set_up).seconds / each.record["seconds"]
+        for iterations in runs
+        for each in iterations[1::2]
     ]
-    same = ("num_instances", "num_training_devices", "num_inference_devices")
-    records = [each for each in records[1:] if all(each.get(name) == records[-1].get(name) for name in same)]
-    chosen = {each["iteration"]: each for each in records[-NUM_ITERATIONS:]}
-    rows: dict[int, list[Record]] = {}
-    for row in run.groups(min(chosen, default=0)):
-        rows.setdefault(row.get("iteration", -1), []).append(row)
-    found = [
-        iteration
-        for number, record in chosen.items()
-        if (iteration := _iteration(record, rows.get(number, []))) is not None
-    ]
-    if len(found) < FEWEST:
-        raise ConfigError(
-            f"{str(run_dir)!r} has {len(found)} iterations to plan with: expected at least {FEWEST} after the first, "
-            "each with the times of all its groups, which were answered once and trained by one replica; run some "
-            "more, with trainer.num_processes of one replica"
-        )
-    return found
+    last, set_up = runs[0][-1].record, runs[0][-1].set_up
+    of_instance = max(1, round(min(number_of(last.get("num_inference_devices")) or 0, LARGEST) / set_up.num_instances))
+    of_replica = max(1, int(last["num_training_devices"]) // set_up.num_replicas)
+    return Measured(set_up, (of_instance, of_replica), costs, tuple(runs[0]), tuple(ratios), tuple(nearly))
 
 
-def _iteration(record: Record, rows: Sequence[Record]) -> Iteration | None:
-    """None if something was interrupted in it, or the times of a trained group are unknown."""
-    if not all(map(_is_plain, rows)):
-        return None
-    trained = [row for row in rows if row.get("is_trained", True)]
-    windows: dict[tuple[float, float], int] = {}
-    for row in trained:
-        if _has(row, WINDOW):
-            window = (row["train_started_s"], row["train_finished_s"])
-            windows[window] = windows.get(window, 0) + _shape(row).num_rows
-    if not windows:
-        return None
-    dispatched_s = min(row["started_s"] for row in trained)
+def fit(iterations: Sequence[Iteration]) -> list[Costs]:
+    """The costs with which simulated iterations come nearest to these; after them others that are hardly worse."""
 
-    def finished_s(row: Record) -> float | None:
-        return max(0.0, row["finished_s"] - dispatched_s) if row.get("is_trained", True) else None
-
-    in_order = sorted(rows, key=lambda row: number_of(row.get("started_s")) or 0.0)
-    return Iteration(
-        record,
-        tuple(Group(_shape(row), finished_s(row)) for row in in_order),
-        tuple((rows, max(0.0, end - start)) for (start, end), rows in windows.items()),
-    )
-
-
-def _is_plain(row: Record) -> bool:
-    """Whether it is the row of a group of single answers that nothing has interrupted."""
-    names = (*SIZES, *TIMES) if row.get("is_trained", True) else SIZES
-    is_whole = row.get("attempts", 1) == 1 and row.get("num_pieces", 1) == 1
-    return is_whole and _has(row, names) and MOST >= row["num_turns"] == row["num_responses"] > 0
-
-
-def _has(record: Record, names: Iterable[str]) -> bool:
-    """Whether it has these, and they are sizes or times."""
-    values = (number_of(record.get(name)) for name in names)
-    return all(value is not None and 0 <= value <= LARGEST for value in values)
-
-
-def _shape(row: Record) -> Shape:
-    """The longest response is known, of the others their mean; of earlier releases all have the mean."""
-    number, tokens = int(row["num_responses"]), int(row["num_response_tokens"])
-    longest = min(int(number_of(row.get("longest_rollout_tokens")) or 0) or -(-tokens // number), tokens)
-    others = number - 1
-    mean, more = divmod(tokens - longest, others) if others else (0, 0)
-    lengths = (longest, *(mean + (place < more) for place in range(others)))
-    return Shape(int(row["num_prompt_tokens"]), lengths, row.get("is_trained", True))
-
-
-def _fit(iterations: Sequence[Iteration], set_up: SetUp) -> list[Costs]:
     def usual(of: Callable[[Record], Any]) -> float:
         return max(0.0, float(median(of(each.record) for each in iterations)))
 
-    window_s, row_s = line([window for each in iterations for window in each.windows])
-    return _fit_instances(
-        iterations,
-        set_up,
-        Costs(
-            *(0.0, 0.0, 0.0, 0.0, window_s, row_s),
-            optimizer_s=usual(lambda record: record["step_s"]),
-            publish_s=usual(lambda record: record["publish_s"]),
-            between_s=usual(lambda record: record["seconds"] - sum(record[name] for name in PARTS[1:])),
-        ),
+    slower, (window_s, row_s) = fit_windows(
+        [
+            (window.rows, window.end_s - window.start_s, window.shared(each.rollout_s))
+            for each in iterations
+            for window in each.windows
+        ]
     )
+    costs = Costs(
+        *(0.0, 0.0, 0.0, 0.0, window_s, row_s),
+        optimizer_s=usual(lambda record: record["step_s"]),
+        publish_s=usual(lambda record: record["publish_s"]),
+        between_s=usual(lambda record: record["seconds"] - sum(record[name] for name in PARTS[1:])),
+        slower_training=slower,
+    )
+    tells = {each.set_up.schedule for each in iterations} == {"periodic", "synchronous"}
+    found = {
+        factor: _fit_instances(iterations, replace(costs, slower_decoding=factor))
+        for factor in (FACTORS if tells else FACTORS[:1])
+    }
+    return found[nearest({factor: error for factor, (error, _) in found.items()})][1]
+
+
+def nearest(errors: Mapping[float, float]) -> float:
+    """The factor with the least error, or 1 if that is hardly worse."""
+    return 1.0 if errors[1.0] <= HARDLY_WORSE * min(errors.values()) else min(errors, key=errors.__getitem__)
+
+
+def fit_windows(windows: Sequence[tuple[int, float, float]]) -> tuple[float, tuple[float, float]]:
+    """(times that a window takes as long beside rollouts, the line of `line` without them) of windows of (rows,
+    seconds, part of these beside rollouts)."""
+    shares = [shared for _, _, shared in windows]
+    tells = min(sum(share > 0.9 for share in shares), sum(share < 0.1 for share in shares)) >= FEWEST_WINDOWS
+    found = {}
+    for factor in FACTORS if tells else FACTORS[:1]:
+        # Its seconds for each second that it would take alone.
+        stretch = [1 / (1 - share + share / factor) for share in shares]
+        points = [(rows, seconds / by) for (rows, seconds, _), by in zip(windows, stretch, strict=True)]
+        at_zero, slope = line(points)
+        errors = (by * (at_zero + slope * x - y) for (x, y), by in zip(points, stretch, strict=True))
+        found[factor] = (math.fsum(error**2 for error in errors), (at_zero, slope))
+    factor = nearest({factor: error for factor, (error, _) in found.items()})
+    return factor, found[factor][1]
 
 
 def line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -237,20 +138,26 @@ def line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
     return at_zero, slope
 
 
-def _fit_instances(iterations: Sequence[Iteration], set_up: SetUp, costs: Costs) -> list[Costs]:
-    """The costs change which instance gets a group, and when; as long as they do not, times are linear in them.
+def _fit_instances(iterations: Sequence[Iteration], costs: Costs) -> tuple[float, list[Costs]]:
+    """The squared error of the nearest costs, and these; after them others that are hardly worse.
 
-    After the nearest come others that are hardly worse.
+    The costs change which instance gets a group, and when; as long as they do not, times are linear in them.
     """
     names = ("step_s", "token_s", "prompt_token_s", "score_s")
-    groups = [group for each in iterations for group in each.groups]
-    known = [place for place, group in enumerate(groups) if group.finished_s is not None]
-    measured = [groups[place].finished_s or 0.0 for place in known]
+    # Of each group that the records have the end of: its place, that of its iteration, and how much slower it was.
+    ends: list[tuple[int, float, float]] = []
+    place = 0
+    for each in iterations:
+        for group in each.groups:
+            if group.finished_s is not None:
+                ends.append((place, *each.alone_s(group.finished_s, costs.slower_decoding)))
+            place += 1
+    measured = [alone_s * slower for _, alone_s, slower in ends]
 
     def times(values: Sequence[float]) -> list[float]:
         some = replace(costs, **dict(zip(names, values, strict=True)))
-        found = [at_s for each in iterations for at_s in finish_times(each.shapes, some, set_up)]
-        return [found[place] for place in known]
+        found = [at_s for each in iterations for at_s in finish_times(each.shapes, some, each.set_up)]
+        return [found[place] * slower for place, _, slower in ends]
 
     def error(values: Sequence[float]) -> float:
         return sum((found - at_s) ** 2 for found, at_s in zip(times(values), measured, strict=True))
@@ -258,17 +165,20 @@ def _fit_instances(iterations: Sequence[Iteration], set_up: SetUp, costs: Costs)
     # To begin with, steps, tokens and prompts take a third of the rollouts' time each.
     third_s = max(1e-9, fmean(max(group.finished_s or 0.0 for group in each.groups) for each in iterations) / 3)
     num_tokens, num_prompt, num_steps = (
-        max(1.0, sum(count) / len(iterations))
+        max(1.0, fmean(count))
         for count in (
-            [sum(group.shape.response_tokens) / set_up.num_instances for group in groups],
-            [group.shape.prompt_tokens / set_up.num_instances for group in groups],
+            [
+                sum(sum(shape.response_tokens) for shape in each.shapes) / each.set_up.num_instances
+                for each in iterations
+            ],
+            [sum(shape.prompt_tokens for shape in each.shapes) / each.set_up.num_instances for each in iterations],
             [max(max(shape.response_tokens) for shape in each.shapes) for each in iterations],
         )
     )
     at = [third_s / num_steps, third_s / num_tokens, third_s / num_prompt, third_s / 100]
     best, least = at, error(at)
 
-    def nearest(at: Sequence[float]) -> list[list[float]]:
+    def nearest_to(at: Sequence[float]) -> list[list[float]]:
         now, slopes = times(at), []
         for place, value in enumerate(at):
             change = 1e-6 * value or 1e-9 * third_s
@@ -277,14 +187,14 @@ def _fit_instances(iterations: Sequence[Iteration], set_up: SetUp, costs: Costs)
         return least_squares(slopes, measured)
 
     for _ in range(NUM_ROUNDS):
-        at = nearest(at)[0]
+        at = nearest_to(at)[0]
         if (found := error(at)) < least:
             best, least = at, found
         else:
             # It is the nearest only while groups keep their places: half of the way.
             at = [(one + other) / 2 for one, other in zip(at, best, strict=True)]
-    others = [other for other in nearest(best) if error(other) <= HARDLY_WORSE * least and other != best]
-    return [replace(costs, **dict(zip(names, each, strict=True))) for each in (best, *others)]
+    others = [other for other in nearest_to(best) if error(other) <= HARDLY_WORSE * least and other != best]
+    return least, [replace(costs, **dict(zip(names, each, strict=True))) for each in (best, *others)]
 
 
 def least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[list[float]]:

@@ -18,6 +18,7 @@ ASSUMED = (
     "an optimizer step and a publish take as long with more of them",
     "a token costs the same wherever it is in a response",
     "responses are as long as those of the run",
+    "pools that share processors slow each other down by the same factor in every set-up",
 )
 """What is taken for granted, in words."""
 
@@ -54,6 +55,10 @@ class Costs:
     optimizer_s: float
     publish_s: float
     between_s: float = 0.0
+    slower_decoding: float = 1.0
+    """Times that a step, or a prompt, takes as long while all replicas train: above 1 where pools share processors."""
+    slower_training: float = 1.0
+    """Times that a window takes as long while rollouts run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,23 +105,21 @@ class Outcome:
 
 def simulate(groups: Sequence[Shape], costs: Costs, set_up: SetUp) -> Outcome:
     """An iteration of these groups, at least one, all dispatched at its beginning."""
-    finished = finish_times(groups, costs, set_up)
-    rollout_s = max(finished)
-    is_periodic = set_up.schedule == "periodic"
+    alone = finish_times(groups, costs, set_up)
+    rollouts = max(alone)
     arrivals = [
-        (at_s if is_periodic else 0.0, group.num_rows)
-        for at_s, group in zip(finished, groups, strict=True)
+        (end if set_up.schedule == "periodic" else 0.0, group.num_rows)
+        for end, group in zip(alone, groups, strict=True)
         if group.is_trained
     ]
-    trained_s, train_s = train(arrivals, costs, set_up)
-    last = trained_s + costs.optimizer_s
-    if set_up.schedule == "synchronous":
-        last += rollout_s
-    elif set_up.schedule == "one step behind":
+    after_s = rollouts if set_up.schedule == "synchronous" else 0.0
+    trained_s, train_s, rollout_s = train(arrivals, costs, set_up, rollouts - after_s)
+    last = after_s + trained_s + costs.optimizer_s
+    if set_up.schedule == "one step behind":
         last = max(last, rollout_s)
     return Outcome(
         seconds=costs.publish_s + last + costs.between_s,
-        rollout_s=rollout_s,
+        rollout_s=after_s + rollout_s,
         train_s=train_s,
         wait_s=max(0.0, last - costs.optimizer_s - train_s),
         num_response_tokens=sum(sum(group.response_tokens) for group in groups if group.is_trained),
@@ -200,36 +203,54 @@ def finish_times(groups: Sequence[Shape], costs: Costs, set_up: SetUp) -> list[f
     return finished
 
 
-def train(arrivals: Sequence[tuple[float, int]], costs: Costs, set_up: SetUp) -> tuple[float, float]:
-    """(end, time in windows of the busiest replica) of groups that arrive as (seconds, rows).
+def train(
+    arrivals: Sequence[tuple[float, int]], costs: Costs, set_up: SetUp, rollouts: float = 0.0
+) -> tuple[float, float, float]:
+    """(end, time in windows of the busiest replica, end of the rollouts) of groups that arrive as (time, rows).
 
     A replica that is free trains what waits, the largest groups first, up to a window, and at most its share of what
     is left of the batch, so that all end together.
+
+    Arrivals, and `rollouts`, the end of the last one, are in the time that rollouts take alone. The pools have a clock
+    each, which goes slower while the other one works.
     """
     # A group is trained by one of them.
     num_replicas = max(1, min(set_up.num_replicas, len(arrivals)))
-    free_at = [(0.0, replica) for replica in range(num_replicas)]
-    busy_s = [0.0] * num_replicas
+    free, busy_s = list(range(num_replicas)), [0.0] * num_replicas
+    running: list[tuple[float, int, float]] = []
+    """A heap of (end by the clock of training, replica, beginning in seconds)."""
     coming = deque(sorted(arrivals))
     waiting: list[int] = []
     """A heap of -rows."""
     left = sum(rows for _, rows in arrivals)
-    end_s, share, shared_s = 0.0, 0.0, -1.0
-    while coming or waiting:
-        at_s, replica = heapq.heappop(free_at)
-        if not waiting:
-            at_s = max(at_s, coming[0][0])
-        while coming and coming[0][0] <= at_s:
+    now_s, end_s, rolled, trained, rollout_s = 0.0, 0.0, 0.0, 0.0, 0.0 if rollouts <= 0 else math.inf
+    while coming or waiting or running or rollout_s == math.inf:
+        while coming and coming[0][0] <= rolled:
             heapq.heappush(waiting, -coming.popleft()[1])
-        rows = -heapq.heappop(waiting)
         # Replicas that are free at the same time have the same.
-        if at_s != shared_s:
-            share, shared_s = left / num_replicas, at_s
-        while waiting and rows - waiting[0] <= min(set_up.window_rows, share):
-            rows -= heapq.heappop(waiting)
-        took_s = costs.window_s + rows * costs.row_s
-        left -= rows
-        busy_s[replica] += took_s
-        end_s = max(end_s, at_s + took_s)
-        heapq.heappush(free_at, (at_s + took_s, replica))
-    return end_s, max(busy_s)
+        share = left / num_replicas
+        while free and waiting:
+            rows = -heapq.heappop(waiting)
+            while waiting and rows - waiting[0] <= min(set_up.window_rows, share):
+                rows -= heapq.heappop(waiting)
+            left -= rows
+            heapq.heappush(running, (trained + costs.window_s + rows * costs.row_s, heapq.heappop(free), now_s))
+        rate = 1 / (1 + (costs.slower_decoding - 1) * len(running) / num_replicas)
+        train_rate = 1.0 if rollout_s < math.inf else 1 / costs.slower_training
+        # What comes next, by the clock of rollouts and by that of training.
+        to_roll = min(coming[0][0] if coming else math.inf, rollouts if rollout_s == math.inf else math.inf)
+        to_train = running[0][0] if running else math.inf
+        if (to_roll - rolled) / rate <= (to_train - trained) / train_rate:
+            now_s += (to_roll - rolled) / rate
+            trained += (to_roll - rolled) / rate * train_rate
+            rolled = to_roll
+            rollout_s = now_s if rolled >= rollouts else rollout_s
+        else:
+            now_s += (to_train - trained) / train_rate
+            rolled += (to_train - trained) / train_rate * rate
+            trained, end_s = to_train, now_s
+            while running and running[0][0] <= trained:
+                _, replica, began_s = heapq.heappop(running)
+                busy_s[replica] += now_s - began_s
+                heapq.heappush(free, replica)
+    return end_s, max(busy_s), rollout_s

@@ -1,10 +1,12 @@
 """Simulated iterations against what can be computed by hand."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from deploy.scaling.simulation import SCHEDULES, Costs, SetUp, Shape, finish_times, simulate, train
+from tests.support.walked_iteration import walked
 
 COSTS = Costs(
     step_s=0.01,
@@ -17,6 +19,8 @@ COSTS = Costs(
     publish_s=1.0,
     between_s=0.25,
 )
+
+NOTHING = Costs(*(0.0,) * 9)
 
 
 def drawn(rng: random.Random, number: int) -> list[Shape]:
@@ -50,7 +54,7 @@ def test_groups_go_to_the_instance_with_the_fewest_tokens() -> None:
 
 
 def test_a_replica_trains_what_waits_in_one_window_and_waits_where_nothing_does() -> None:
-    end_s, busy_s = train([(1.0, 100), (1.1, 100), (1.2, 100), (9.0, 100)], COSTS, SetUp())
+    end_s, busy_s, _ = train([(1.0, 100), (1.1, 100), (1.2, 100), (9.0, 100)], COSTS, SetUp())
     # The first window ends at 1.4, the second has two groups.
     assert busy_s == pytest.approx(3 * 0.1 + 400 * 0.003)
     assert end_s == pytest.approx(9.0 + 0.1 + 0.3)
@@ -63,7 +67,7 @@ def test_a_window_has_at_most_its_rows_unless_one_group_has_more() -> None:
 
 
 def test_replicas_share_what_waits() -> None:
-    end_s, busy_s = train([(0.0, 50)] * 8, COSTS, SetUp(num_replicas=4))
+    end_s, busy_s, _ = train([(0.0, 50)] * 8, COSTS, SetUp(num_replicas=4))
     assert end_s == busy_s == pytest.approx(0.1 + 100 * 0.003)
 
 
@@ -75,12 +79,8 @@ def test_an_iteration_is_between_its_bounds_and_orders_the_schedules(seed: int) 
     found = {schedule: simulate(groups, COSTS, SetUp(**sizes, schedule=schedule)) for schedule in SCHEDULES}
     periodic, synchronous, behind = found.values()
     fixed_s = 2.0 + 1.0 + 0.25
-    assert (
-        periodic.rollout_s
-        == synchronous.rollout_s
-        == behind.rollout_s
-        == max(finish_times(groups, COSTS, SetUp(**sizes)))
-    )
+    rollouts = [each.rollout_s for each in found.values()]
+    assert rollouts == pytest.approx([max(finish_times(groups, COSTS, SetUp(**sizes)))] * 3)
     assert synchronous.seconds == pytest.approx(fixed_s + synchronous.rollout_s + synchronous.train_s)
     assert behind.seconds == pytest.approx(1.25 + max(behind.rollout_s, behind.train_s + 2.0))
     # The last window follows the last group.
@@ -110,3 +110,27 @@ def test_twice_the_instances_never_take_longer_where_a_step_costs_its_tokens_alo
         assert one / 2 - 1e-9 <= two <= one and many == pytest.approx(
             max(4 * g.response_tokens[0] for g in groups) * 0.001
         )
+
+
+def test_pools_that_share_processors_slow_each_other_down_while_both_work() -> None:
+    """Rollouts that take 3 s alone; the first group ends after 1 s, its window takes 1 s alone."""
+    costs = replace(NOTHING, window_s=1.0, slower_decoding=2.0, slower_training=1.5)
+    end_s, busy_s, rollout_s = train([(1.0, 1), (3.0, 1)], costs, SetUp(window_rows=1), 3.0)
+    # From 1 s to 2.5 s both work, the rollouts half as fast; then 1.25 s of them are left.
+    assert (rollout_s, busy_s, end_s) == pytest.approx((3.75, 2.5, 4.75))
+    # Of two replicas one works: half of the factor beyond 1.
+    end_s, busy_s, rollout_s = train([(1.0, 1), (3.0, 1)], costs, SetUp(1, 2, window_rows=1), 3.0)
+    assert (rollout_s, busy_s, end_s) == pytest.approx((2.5 + 1.0, 2.5, 4.5))
+    # A window that goes on after the rollouts is slower until then.
+    assert train([(1.0, 1)], costs, SetUp(), 1.5)[::2] == pytest.approx((1 + 1.0 + 1 - 1 / 1.5, 2.0))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_iteration_of_pools_that_share_processors_is_what_small_steps_of_time_give(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = drawn(rng, rng.randint(2, 20))
+    costs = replace(COSTS, slower_decoding=rng.uniform(1, 2), slower_training=rng.uniform(1, 2))
+    finished, windows = walked(groups, costs, set_up := SetUp(rng.randint(1, 3), window_rows=1))
+    found = simulate(groups, costs, set_up)
+    assert found.rollout_s == pytest.approx(max(finished), abs=0.02)
+    assert found.seconds == pytest.approx(3.25 + windows[-1][2], abs=0.02 * len(groups))

@@ -1,0 +1,84 @@
+"""`async-rl calibrate` on real runs, and what it refuses before one starts."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deploy.scaling.calibrate import main
+from tests.support import ROOT
+
+
+@pytest.fixture
+def config(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
+    rows = [{"prompt": f"What is {n} and {n}?", "answer": str(2 * n)} for n in range(64)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text(
+        "def length(prompt, responses, row):\n    return [float(len(r.token_ids) % 5) for r in responses]\n"
+    )
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f"""
+[run]
+dir = "run"
+[model]
+path = "{tiny_model("qwen3")}"
+[prompts]
+source = "rows.jsonl"
+prompts_per_batch = 4
+max_prompt_tokens = 64
+chat_template = false
+[rollout]
+responses_per_prompt = 2
+max_response_tokens = 12
+[reward]
+name = "python:reward.py:length"
+[train]
+epochs = 3
+"""
+    )
+    return path
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+def test_two_short_runs_of_a_config_tell_what_its_parts_cost(config: Path) -> None:
+    command = [sys.executable, "-m", "deploy.scaling.calibrate", "run.toml", "--iterations", "6", "--json"]
+    command += ["--devices", "8", "--optimizer.learning_rate", "1e-5"]
+    done = subprocess.run(command, cwd=config.parent, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["set_ups"][0]["num_instances"] == 1 and all(each["devices"] <= 8 for each in said["set_ups"])
+    assert said["costs"]["row_s"] >= 0 and said["costs"]["slower_decoding"] >= 1
+    folders = [config.parent / "run-calibration" / name for name in ("beside", "after")]
+    for folder, prompts, mode in zip(folders, (4, 2), ("periodic", "synchronous"), strict=True):
+        used = json.loads((folder / "config.json").read_text())
+        assert (used["prompts"]["prompts_per_batch"], used["train"]["mode"]) == (prompts, mode)
+        assert used["optimizer"]["learning_rate"] == 1e-5 and not (folder / "model").exists()
+    again = [sys.executable, "-m", "deploy.scaling", *map(str, folders), "--json", "--devices", "8"]
+    assert json.loads(subprocess.run(again, cwd=ROOT, capture_output=True, text=True).stdout) == said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--iterations", "4"], "--iterations is 4: expected more than 4"),
+        (["--devices", "0"], "--devices is 0: expected at least 1"),
+        (["--train.mode", "synchronous"], "train.mode is 'synchronous'"),
+        (["-o", "."], "'.' exists: plan from it"),
+        (["--train.modes", "x"], "train.mode"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(
+    words: list[str], message: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(config.parent)
+    try:
+        code = main([str(config), *words])
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    assert code == 2 and message in capsys.readouterr().err
+    assert not (config.parent / "run-calibration").exists()
