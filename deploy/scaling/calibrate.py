@@ -8,12 +8,14 @@ run, otherwise that of the run that failed.
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from async_rl.config.file import load_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
+from async_rl.records.run_records import RunRecords, has_iteration
 from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
 from async_rl.shared.programs.error_text import error_text
 from deploy.scaling.__main__ import main as plan
@@ -82,8 +84,12 @@ def main(argv: Sequence[str]) -> int:
     for folder, settings in runs.items():
         print(f"async-rl calibrate: {options.iterations} iterations in {folder}", file=sys.stderr)
         command = [sys.executable, "-m", "deploy.local.run", str(options.config), *parser.overrides, *settings]
+        began_unix_s = time.time()
         if code := subprocess.run(command, stdout=sys.stderr).returncode:
             return code
+        first = next(filter(has_iteration, RunRecords(folder).metrics.new_records()))
+        start_s = float(first["started_unix_s"]) - began_unix_s
+        print(f"async-rl calibrate: the first iteration began after {start_s:.1f} s", file=sys.stderr)
         shutil.rmtree(folder / "model", ignore_errors=True)
     shown = ["--json"] if options.json else []
     if options.devices:

@@ -50,6 +50,7 @@ def test_two_short_runs_of_a_config_tell_what_its_parts_cost(config: Path) -> No
     command += ["--devices", "8", "--optimizer.learning_rate", "1e-5"]
     done = subprocess.run(command, cwd=config.parent, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the first iteration began after") == 2
     said = json.loads(done.stdout)
     assert said["set_ups"][0]["num_instances"] == 1 and all(each["devices"] <= 8 for each in said["set_ups"])
     assert said["costs"]["row_s"] >= 0 and said["costs"]["slower_decoding"] >= 1
