@@ -108,7 +108,7 @@ class _OldHead(torch.nn.Module):
         self._kept = [weight.detach().clone()]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self._kept[0])
+        return F.linear(hidden, self._kept[0].to(hidden.device))
 
 
 def _head() -> None:

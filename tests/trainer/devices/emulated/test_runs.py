@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.broken_instance import broken_python, faults_by_url
 from tests.support.chat_tokenizer import make_chat_model
 from tests.support.devices.emulated.environment import recorded_waits
 from tests.support.local_run import Run
@@ -158,6 +159,21 @@ def test_verify_finds_that_everything_holds(emulated_run: Callable[..., Emulated
     code, report, said = emulated_run("verified").run.verify("--trainer.device=npu", *words)
     assert code == 0 and report["holds"], said
     assert {finding["outcome"] for finding in report["findings"]} == {"holds"}, said
+
+
+@pytest.mark.nightly  # Too long for `make test-devices`.
+def test_verify_names_what_is_wrong_with_instances_there(
+    emulated_run: Callable[..., EmulatedRun], tmp_path: Path
+) -> None:
+    expected = {"weights": "other weights", "head": "stale head", "temperature": "wrong temperature"}
+    python = broken_python(tmp_path / "broken", list(expected))
+    code, report, said = emulated_run("broken").run.verify(
+        *("--trainer.device=npu", "--quick", "--iterations=1", f"--inference.python={python}"),
+        *("--inference.num_instances=3", "--prompts.prompts_per_batch=30", "--rollout.responses_per_prompt=5"),
+    )
+    assert code == 1, said
+    causes = {(f["subject"], f["cause"]) for f in report["findings"] if f["outcome"] == "fails"}
+    assert causes == {(url, expected[fault]) for url, fault in faults_by_url(tmp_path / "broken").items()}, said
 
 
 @pytest.mark.devices
