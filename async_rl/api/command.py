@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from async_rl import errors
 from async_rl.cli import PROGRAMS
@@ -140,6 +140,22 @@ class Command:
                 if has_ended:
                     return
                 self.wait(POLL_S)
+
+
+class Unflushable:
+    """In place of sys.stderr at the end of a script: Python exits with 120 where a standard stream cannot be flushed
+    after all handlers (see `sys.exit`). `os._exit` would leave out those of others."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("a run of this program has failed")
 
 
 def _close_in_forks(pipe: IO[bytes] | None) -> None:

@@ -61,10 +61,11 @@ def evaluate(
         )
     if data is None:
         raise ConfigError("data is missing: give a path, a list of rows, or a data set")
+    if not isinstance(settings, Mapping | None):
+        raise ConfigError(f"settings is {settings!r:.200}: expected sections of a config, as {{'prompts': {{...}}}}")
     with temporary_directory("async-rl-python-") as directory:
         inputs = Inputs(directory)
-        settings = settings if isinstance(settings, Mapping) else {}
-        tree = inputs.take(tree_of(None, settings, data=data, reward=reward, program=program))
+        tree = inputs.take(tree_of(None, settings or {}, data=data, reward=reward, program=program))
         inputs.write(None)
         results = directory / "results.json"
         words = [str(model), "--data", str(tree["prompts"].pop("source")), "--out", str(results)]

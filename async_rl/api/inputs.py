@@ -4,6 +4,9 @@ A config then names them as any other files, so every command finds them again, 
 """
 
 import json
+import os
+import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import Signature, isclass
 from pathlib import Path
@@ -30,6 +33,8 @@ class Inputs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._kept = folder.with_name(f".{folder.name}.kept")
+        self._settling = threading.Lock()
         self._rows: dict[Path, Any] = {}
         self._code: dict[Path, tuple[str, Pickled]] = {}
         self._rewards: dict[str, Signature] = {}
@@ -56,6 +61,28 @@ class Inputs:
             elif may_be_code(path) and value is not None:
                 container[key] = self._add_code(setting, path[0], value)
         return tree
+
+    def keep(self) -> None:
+        """Keeps the files that are there, which are replaced and never changed, until `settle`.
+
+        Raises:
+            WriteFailed: they cannot be kept.
+        """
+        with named_write_errors(self._kept):
+            shutil.rmtree(self._kept, ignore_errors=True)
+            shutil.copytree(self.folder, self._kept, copy_function=_link)
+
+    def settle(self, *, is_refused: bool) -> None:
+        """Puts back what `keep` has kept, or gives it up; once.
+
+        Raises:
+            WriteFailed: it cannot be put back.
+        """
+        with self._settling, named_write_errors(self.folder):
+            if self._kept.exists() and is_refused:
+                shutil.rmtree(self.folder)
+                self._kept.rename(self.folder)
+            shutil.rmtree(self._kept, ignore_errors=True)
 
     def write(self, config: Config | None) -> None:
         """Args:
@@ -91,6 +118,13 @@ class Inputs:
         if kind == "reward" and (signature := signature_of(value)) is not None:
             self._rewards[name] = signature
         return name
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
 
 
 def _require_reward(setting: str, value: Any) -> None:

@@ -18,11 +18,11 @@ from typing import Any, Literal, TypedDict
 
 from typing_extensions import Unpack
 
-from async_rl.api.command import POLL_S, Command, open_log
+from async_rl.api.command import POLL_S, Command, Unflushable, open_log
 from async_rl.api.evaluation import EvaluationOptions, evaluate, finished, of_run
 from async_rl.api.inputs import CONFIG, FOLDER, Inputs
 from async_rl.api.page import DashboardLink, Page
-from async_rl.api.settings import Sections, parsed, toml_of, tree_of
+from async_rl.api.settings import Sections, parsed, places, toml_of, tree_of
 from async_rl.config.file import load_config, parse_config
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
@@ -108,6 +108,7 @@ class Run:
         self.dir = path
         self._quiet = quiet
         self._command: Command | None = None
+        self._inputs: Inputs | None = None
         self._dashboard: DashboardLink | None = None
         self._cell: int | None = None
 
@@ -122,7 +123,15 @@ class Run:
             ConfigError: it has none yet.
         """
         path = self.dir / FOLDER / CONFIG
-        return load_config(path) if path.is_file() else parse_config({**object_in(self.dir / ALL)}, str(self.dir / ALL))
+        if not path.is_file():
+            return parse_config({**object_in(self.dir / ALL)}, str(self.dir / ALL))
+        tree = load_config(path).model_dump(exclude_unset=True)
+        former, tree["run"]["dir"] = tree["run"]["dir"], str(self.dir)
+        for container, key, _ in places(tree):
+            if isinstance(value := container[key], str):
+                # The folder may have been moved, with what it was given.
+                container[key] = value.replace(f"{former}/{FOLDER}/", f"{self.dir}/{FOLDER}/")
+        return parse_config(tree, str(path))
 
     @property
     def is_running(self) -> bool:
@@ -161,8 +170,7 @@ class Run:
         except KeyboardInterrupt:
             self._end_interrupted()
             raise
-        if (error := self.error) is not None:
-            raise error
+        self._raise_error()
 
     def wait(self, timeout_s: float | None = None) -> "Run":
         """Waits for its end, or for so long.
@@ -180,8 +188,7 @@ class Run:
         except KeyboardInterrupt:
             self._end_interrupted()
             raise
-        if (error := self.error) is not None:
-            raise error
+        self._raise_error()
         return self
 
     def stop(self) -> None:
@@ -204,12 +211,11 @@ class Run:
             ConfigError: it was not started from Python, or a setting cannot work.
             RunDirInUse: it is running.
         """
-        path = self.dir / FOLDER / CONFIG
-        if not path.is_file():
+        if not (self.dir / FOLDER / CONFIG).is_file():
             raise ConfigError(
                 f"the run in {str(self.dir)!r} was not started from Python: go on with async-rl run CONFIG {RESUME}"
             )
-        tree = tree_of(load_config(path), settings, reward=reward, program=program, out=self.dir)
+        tree = tree_of(self.config, settings, reward=reward, program=program, out=self.dir)
         inputs = Inputs(self.dir / FOLDER)
         checked = parsed(inputs.take(tree), "Run.resume")
         self._quiet = self._quiet if quiet is None else quiet
@@ -289,10 +295,17 @@ class Run:
             # Of others, which `async-rl run` and the trainer hold.
             lock_run(self.dir, LAUNCHER_LOCK_FILE).close()
             require_unlocked(self.dir)
-            if RESUME not in words:
+            if RESUME in words:
+                inputs.keep()
+            else:
                 require_no_records(config.run)
-            inputs.write(config)
-            write_file(inputs.folder / CONFIG, toml_of(config))
+            self._inputs = inputs
+            try:
+                inputs.write(config)
+                write_file(inputs.folder / CONFIG, toml_of(config))
+            except BaseException:
+                inputs.settle(is_refused=True)
+                raise
             command = [str(inputs.folder / CONFIG), *words]
             is_first = self._command is None
             grace_s = config.checkpoint.grace_s
@@ -306,6 +319,13 @@ class Run:
             self._end_interrupted()
             raise
         return self
+
+    def _raise_error(self) -> None:
+        """What it ended by. A resume that was refused leaves the inputs as they were."""
+        if self._inputs is not None and not self.is_running:
+            self._inputs.settle(is_refused=isinstance(self.error, ConfigError))
+        if (error := self.error) is not None:
+            raise error
 
     def _helper(self, name: str, words: Sequence[str], *, shows: bool) -> Command:
         with open_log(self.dir / "logs" / f"{name}.log") as log:
@@ -341,7 +361,7 @@ class Run:
                 self.stop()
         except AsyncRLError as error:
             print(f"{type(error).__name__}: {error_text(error)}", file=sys.stderr)
-            sys.stderr = _Unflushable(sys.stderr)
+            sys.stderr = Unflushable(sys.stderr)
 
     def _note_cell(self) -> None:
         """The cell in which it was started, or waited for: the one whose interruption ends it."""
@@ -352,21 +372,6 @@ class Run:
         is_interrupted = isinstance(getattr(result, "error_in_exec", None), KeyboardInterrupt)
         if is_interrupted and self._cell is not None and result.execution_count == self._cell:
             self._end_interrupted()
-
-
-class _Unflushable:
-    """In place of sys.stderr at the end of a script: Python exits with 120 where a standard stream cannot be flushed
-    after all handlers (see `sys.exit`). `os._exit` would leave out those of others."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        self._stream.flush()
-        raise OSError("a run of this program has failed")
 
 
 def _shell() -> Any:

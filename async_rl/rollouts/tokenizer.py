@@ -57,8 +57,10 @@ def load_tokenizer(name: str, checkpoint: str | Path) -> tuple[Tokenizer, ModelT
         ) from error
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path {name!r} has no tokenizer that loads: {error}") from error
+    except Exception as error:
+        # The package tokenizers raises no narrower class, as for a file of a later version of its own.
+        kind = f"{type(error).__name__}: " if isinstance(error, LookupError) else ""
+        raise ConfigError(f"model.path {name!r} has no tokenizer that loads: {kind}{error}") from error
     try:
         generation_config = GenerationConfig.from_pretrained(checkpoint).to_dict()
     except OSError:

@@ -10,8 +10,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -58,23 +60,31 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = vars(make_parser().parse_args(argv))
-    as_json, started_s = arguments.pop("json"), time.monotonic()
     try:
-        require_extras("async-rl audit", "serve")
-        # They take seconds to import, and a wrong option is reported before.
-        from trainer.audit.audit import audit
-        from trainer.audit.given import Options
-
-        about, findings = audit(Options(**arguments, token=os.environ.get("ASYNC_RL_TOKEN")))
+        return _run(arguments, as_json=arguments.pop("json"))
     except AsyncRLError as error:
         print(f"{type(error).__name__}: {error_text(error)}", file=sys.stderr)
-        return USAGE_ERROR
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except Exception:
+        # By 1, Python's own code, whoever called it would take the engine for faulty.
+        traceback.print_exc()
+    return USAGE_ERROR
+
+
+def _run(arguments: Mapping[str, Any], *, as_json: bool) -> int:
+    started_s = time.monotonic()
+    require_extras("async-rl audit", "serve")
+    # They take seconds to import, and a wrong option is reported before.
+    from trainer.audit.audit import audit
+    from trainer.audit.given import Options
+
+    about, findings = audit(Options(**arguments, token=os.environ.get("ASYNC_RL_TOKEN")))
     if as_json:
         print(report({**about, "seconds": round(time.monotonic() - started_s, 1)}, findings), end="")
     else:
         show(Console(), findings, "async-rl audit")
+    sys.stdout.flush()
     return 0 if all_hold(findings) else 1
 
 
@@ -93,4 +103,7 @@ def _seconds(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    # Python would wait for the threads of requests that an engine has not answered yet.
+    os._exit(code)

@@ -57,6 +57,8 @@ from trainer.verify.diagnosis import Diagnosis, diagnose
 NO_LIMIT = 2**20
 """Positions of a model whose config.json does not say them."""
 
+STDERR = 2
+
 STALE_PREFIX = "prefix cache kept over the update"
 SOME_WORKERS = "one of several workers"
 RAW, UNAPPLIED = "raw log-probs", "temperature ignored"
@@ -133,7 +135,8 @@ def ask(engine: Engine, probes: Probes, options: Options) -> Recorded:
 
 
 def update(command: str, timeout_s: float) -> None:
-    """Runs the user's command, which gives the engine the checkpoint's weights.
+    """Runs the user's command, which gives the engine the checkpoint's weights. What it prints goes to standard error;
+    it may leave processes, such as an engine that it starts again.
 
     Raises:
         ConfigError: it cannot be run, fails or takes too long; then its processes are killed.
@@ -142,12 +145,12 @@ def update(command: str, timeout_s: float) -> None:
     try:
         words = shlex.split(command)
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            words, stdin=subprocess.DEVNULL, stdout=STDERR, stderr=STDERR, start_new_session=True
         )
     except (OSError, ValueError, IndexError) as error:
         raise ConfigError(f"{named} cannot be run: {error}; give a program with arguments, or sh -c '...'") from error
     try:
-        said, _ = process.communicate(timeout=timeout_s)
+        code = process.wait(timeout_s)
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"{named} has not ended after {timeout_s:g} s, and was killed: it has to end once the engine has the new "
@@ -157,9 +160,8 @@ def update(command: str, timeout_s: float) -> None:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if process.returncode:
-        last = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        raise ConfigError(f"{named} ended with exit code {process.returncode}, expected 0: {last[0]:.500}")
+    if code:
+        raise ConfigError(f"{named} ended with exit code {code}, expected 0; what it printed is above")
 
 
 class _Kept:

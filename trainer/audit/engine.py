@@ -9,7 +9,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -199,12 +199,15 @@ class Engine:
             InstanceRefused: it refused a request.
             BrokenAnswer: an answer is no valid response to its request.
         """
-        with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
-            try:
-                return list(threads.map(self._sample, asks))
-            except BaseException:
-                threads.shutdown(cancel_futures=True)
-                raise
+        threads = ThreadPoolExecutor(NUM_AT_ONCE)
+        try:
+            made = [threads.submit(self._sample, ask) for ask in asks]
+            for future in as_completed(made):
+                future.result()
+            return [future.result() for future in made]
+        finally:
+            # After an error the answers to others, or to Ctrl-C, are not waited for.
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def tokens_of(self, text: str) -> list[int] | None:
         """How the engine divides a text into tokens; None where its completions do not say it."""

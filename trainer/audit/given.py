@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 from async_rl.checks.preflight.model import ModelFiles
 from async_rl.errors import ConfigError
 from async_rl.rollouts.tokenizer import load_tokenizer
@@ -52,7 +54,7 @@ def find_files(name: str, option: str) -> ModelFiles:
 def read_words(files: ModelFiles) -> Words:
     """
     Raises:
-        ConfigError: it has a tokenizer that does not load.
+        ConfigError: it has a tokenizer that does not load, or a chat template that renders nothing.
     """
     if files.without_tokenizer() is not None:
         named = EndTokens.of(None, {}, files.config, files.config.get("vocab_size"))
@@ -65,7 +67,12 @@ def read_words(files: ModelFiles) -> Words:
     texts = [list(any_tokenizer(text)["input_ids"]) for text in TEXTS]
     chat = None
     if any_tokenizer.chat_template:
-        rendered = any_tokenizer.apply_chat_template(list(MESSAGES), add_generation_prompt=True, tokenize=False)
+        try:
+            rendered = any_tokenizer.apply_chat_template(list(MESSAGES), add_generation_prompt=True, tokenize=False)
+        except (TemplateError, TypeError) as error:
+            raise ConfigError(
+                f"{files.named} has a chat template that does not render {list(MESSAGES)}: {error}; correct it"
+            ) from error
         chat = list(any_tokenizer(rendered, add_special_tokens=False)["input_ids"])
     # What every source names: engines differ in which of them they read.
     own = any_tokenizer.eos_token_id

@@ -15,6 +15,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import Unigram
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from async_rl.errors import ConfigError
 from async_rl.rollouts.tokenizer import load_tokenizer
 from async_rl.shared.end_tokens import EndTokens
 from inference_service.engine.model import load_model
@@ -110,3 +111,23 @@ def test_texts_are_those_of_the_tokens_whatever_a_tokenizers_file_asks(
     assert codec is not None
     texts = {tokenizer.decode(token_ids), tokens.text_of(token_ids, False), codec.decode(token_ids, False)}
     assert {*texts, *tokenizer.batch_decode([token_ids])} == {"a .b ?"}
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"version": "2.0"},
+        {"model": {"type": "Later"}},  # as a file of a later version of the package tokenizers
+        {"added_tokens": None},
+        {"added_tokens": [1]},
+        {"decoder": []},
+    ],
+)
+def test_a_tokenizer_that_does_not_load_is_a_named_error(
+    tokenizer: dict[str, Any], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model("qwen3"), tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | tokenizer))
+    with pytest.raises(ConfigError, match=r"model\.path 'mine' has no tokenizer that loads: .+"):
+        load_tokenizer("mine", tmp_path / "model")

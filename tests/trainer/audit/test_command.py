@@ -1,6 +1,7 @@
 """The command: what it prints, its exit codes, and bad input, which is refused by name."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from async_rl.errors import ConfigError
 from async_rl.shared.net.free_ports import free_ports
 from tests.support.audit_faults import save_adapter
 from tests.support.audited_engine import audited_engine, with_config
+from tests.support.waiting import wait_for
+from trainer.audit.__main__ import main
 from trainer.audit.audit import audit, update
 from trainer.audit.given import Options
 
@@ -71,15 +74,35 @@ def test_a_checkpoint_or_adapters_that_are_of_no_use_are_refused_by_name(tiny_mo
 
 
 @pytest.mark.distributed
+def test_whatever_goes_wrong_the_exit_code_accuses_no_engine(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model("qwen3")
+    template = with_config(model, tmp_path / "template")
+    (template / "chat_template.jinja").write_text("{% for message in")
+    with audited_engine(model) as url:
+        for checkpoint, said in (
+            (template, "ConfigError: --checkpoint .* has a chat template that does not render"),
+            # torch refuses it by an assertion.
+            (with_config(model, tmp_path / "padded", pad_token_id=10**9), "AssertionError: Padding_idx"),
+        ):
+            assert main(["--engine", url, "--checkpoint", str(checkpoint), "--json"]) == 2
+            shown = capsys.readouterr()
+            assert re.search(said, shown.err) and shown.out == ""
+
+
+@pytest.mark.distributed
 def test_a_command_of_an_update_that_fails_or_hangs_is_refused_in_time(tmp_path: Path) -> None:
     mark = tmp_path / "lived"
     for command, message in (
         ("no-such-program", "cannot be run"),
         ("", "cannot be run"),
-        ("sh -c 'echo out of memory; exit 3'", "exit code 3, expected 0: out of memory"),
+        ("sh -c 'echo out of memory; exit 3'", "exit code 3, expected 0"),
         (f"sh -c 'sleep 1; touch {mark}'", "has not ended after 0.3 s"),
     ):
         with pytest.raises(ConfigError, match=message):
             update(command, 0.3 if "sleep" in command else 20.0)
-    update("true", 20.0)
-    assert not mark.exists()
+    left = tmp_path / "left"
+    update(f"sh -c '(sleep 3; touch {left}) &'", 20.0)
+    assert not mark.exists() and not left.exists(), "an engine that it starts again may go on"
+    wait_for(left.exists)

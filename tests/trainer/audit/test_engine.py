@@ -1,6 +1,7 @@
 """What engines may answer: three routes are read, and everything else is an error that names it."""
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -147,3 +148,25 @@ def test_an_engine_that_is_not_there_or_does_not_answer_is_named_in_time() -> No
         pytest.raises(InstanceUnreachable, match=r"within 0\.2 s"),
     ):
         Engine(url, 0.2).find([1, 2])
+
+
+def test_an_error_does_not_wait_for_the_answers_to_others() -> None:
+    num_asked, release, waited_in_vain = [0], threading.Event(), []
+
+    def answer(_: Any) -> Any:
+        num_asked[0] += 1
+        if num_asked[0] == 1:
+            return generated([5, 5], [-1.0, -1.0])
+        if num_asked[0] > 4:
+            return "no response"
+        if not release.wait(20.0):
+            waited_in_vain.append(num_asked[0])
+        return generated([5, 5, 5], [-1.0] * 3)
+
+    with serving({GENERATE: answer}) as url:
+        engine = Engine(url, 60.0)
+        engine.find([1, 2])
+        with pytest.raises(BrokenAnswer):
+            engine.ask([Ask((1, 2), 3)] * 8)
+        release.set()
+    assert not waited_in_vain
