@@ -1,0 +1,317 @@
+"""What TRL's arguments are here: sections of a config, or errors that say why not.
+
+`benchmarks/peers/loss_cases.py` compares losses and gradients of the algorithms that this gives with TRL's own.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.config.algorithm_traits import TRAITS
+from async_rl.config.other_names import TRL
+from async_rl.errors import ConfigError
+from async_rl.trl.arguments import Arguments
+
+Section = dict[str, Any]
+
+ACCELERATORS = {"cuda": "/dev/nvidiactl", "npu": "/dev/davinci_manager"}
+"""Devices by a file that their drivers make."""
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+SCHEDULES = {
+    **{"linear": "linear", "cosine": "cosine", "constant": "linear", "constant_with_warmup": "linear"},
+    **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), "cosine"),
+}
+ALL_CHECKPOINTS = 10**6
+DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
+INIT_WITHOUT_EFFECT = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Prompts of an iteration, responses to each, and the optimizer steps that it takes."""
+
+    prompts: int
+    responses: int
+    steps: int
+
+    def iterations_of(self, steps: float, total_steps: float) -> int:
+        """So many optimizer steps, or a share of all, rounded up."""
+        return max(1, math.ceil((steps if steps >= 1 else steps * total_steps) / self.steps))
+
+
+def is_rloo(args: Arguments) -> bool:
+    return not hasattr(args, "loss_type")
+
+
+def require_mapped(args: Arguments) -> None:
+    """
+    Raises:
+        ConfigError: values that would mean something else here, all of them.
+    """
+    faults = [*args.faults(), *_faults(args)]
+    if faults:
+        raise ConfigError("\n".join([f"{type(args).__name__} cannot be run as it is:", *faults]))
+
+
+def _faults(args: Arguments) -> Iterator[str]:
+    if args.optim not in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"):
+        yield f"optim is {args.optim!r}: {TRL['optim'].note}"
+    if args.lr_scheduler_type not in SCHEDULES:
+        yield f"lr_scheduler_type is {args.lr_scheduler_type!r}: expected one of {', '.join(SCHEDULES)}"
+    elif (more := dict(args.lr_scheduler_kwargs or {})) and not ("_min_lr" in args.lr_scheduler_type and _floor(more)):
+        yield f"lr_scheduler_kwargs is {more!r}: expected none, or min_lr_rate or min_lr of a cosine's minimum"
+    if args.max_completion_length is None:
+        yield "max_completion_length is None: responses need a limit; name it"
+    if args.save_strategy == "best":
+        yield "save_strategy is 'best': the newest checkpoints are kept; take 'steps', and save_total_limit"
+    if args.use_vllm and args.vllm_mode not in ("server", "colocate"):
+        yield f"vllm_mode is {args.vllm_mode!r}: expected 'server' or 'colocate'"
+    names = _listed(args.report_to)
+    if unknown := [name for name in names if name not in (*TRACKERS, "none")]:
+        yield f"report_to has {unknown[0]!r}: expected some of {', '.join(TRACKERS)}, or 'none'"
+    for name in (args.model_init_kwargs or {}).keys() - {"dtype", "torch_dtype", "revision", *INIT_WITHOUT_EFFECT}:
+        if (value := args.model_init_kwargs[name]) not in (None, False):
+            yield f"model_init_kwargs has {name} = {value!r}: the checkpoint is read as it is; save it that way"
+    yield from _faults_of_loss(args)
+
+
+def _faults_of_loss(args: Arguments) -> Iterator[str]:
+    if is_rloo(args):
+        return
+    losses = ("grpo", "dapo", "dr_grpo", "cispo", "sapo")
+    if args.loss_type not in losses:
+        yield (
+            f"loss_type is {args.loss_type!r}: expected one of {', '.join(losses)}; 'dapo' is a mean over all tokens "
+            "of the batch"
+        )
+    if args.importance_sampling_level not in ("token", "sequence"):
+        yield f"importance_sampling_level is {args.importance_sampling_level!r}: expected 'token' or 'sequence'"
+    elif args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
+        yield f"importance_sampling_level is 'sequence' and loss_type {args.loss_type!r}: GSPO's is 'grpo'"
+    if args.scale_rewards not in (True, False, "group", "batch", "none"):
+        yield f"scale_rewards is {args.scale_rewards!r}: expected 'group', 'batch' or 'none'"
+    aggregation = args.multi_objective_aggregation
+    if aggregation not in ("sum_then_normalize", "normalize_then_sum"):
+        yield f"multi_objective_aggregation is {aggregation!r}: expected 'sum_then_normalize' or 'normalize_then_sum'"
+    elif aggregation == "normalize_then_sum" and (
+        args.loss_type != "dapo" or args.scale_rewards not in (True, "group")
+    ):
+        yield (
+            "multi_objective_aggregation is 'normalize_then_sum' (GDPO): expected with it loss_type 'dapo' and "
+            "scale_rewards 'group'"
+        )
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    if _corrects(args) and (high is None or (low is not None and not math.isclose(low * high, 1))):
+        yield (
+            f"vllm_importance_sampling_clip_min is {low} and clip_max {high}: a mask leaves in what is between "
+            "1 / clip_max and clip_max; leave clip_min out"
+        )
+
+
+def _floor(given: dict[str, Any]) -> bool:
+    return len(given) == 1 and next(iter(given)) in ("min_lr_rate", "min_lr")
+
+
+def _listed(value: Any) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+def _corrects(args: Arguments) -> bool:
+    return bool(args.use_vllm and args.vllm_importance_sampling_correction)
+
+
+def batch_of(args: Arguments) -> Batch:
+    """
+    Raises:
+        ConfigError: the batch of generations is no whole number of groups, or of optimizer steps.
+    """
+    per_device, accumulated, responses = (
+        int(getattr(args, name))
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
+    )
+    named = f"per_device_train_batch_size {per_device} x gradient_accumulation_steps {accumulated}"
+    if min(per_device, accumulated, responses) < 1:
+        raise ConfigError(f"{named} / num_generations {responses}: expected numbers from 1 on")
+    generated = args.generation_batch_size
+    if generated is not None and args.steps_per_generation is not None:
+        raise ConfigError("generation_batch_size and steps_per_generation say the same: leave one of them out")
+    if generated is None:
+        generated = per_device * (args.steps_per_generation or accumulated)
+    stepped = per_device * accumulated
+    # An optimizer step of several batches of generations is one larger batch: all have the same weights.
+    size = max(int(generated), stepped)
+    if size % stepped or size % int(generated):
+        raise ConfigError(f"{named} and a generation batch of {generated}: expected one to be a multiple of the other")
+    if size % responses:
+        raise ConfigError(f"{named} makes {size} responses, not whole groups of num_generations {responses}")
+    return Batch(size // responses, responses, size // stepped)
+
+
+def algorithm_of(args: Arguments, labels: list[str]) -> Section:
+    """The keys of [algorithm], but those that the algorithm does not read.
+
+    Args:
+        labels: of the reward's parts, in the order of `reward_weights`.
+
+    Raises:
+        ConfigError: see `require_mapped`; or what several steps of a batch would make another algorithm.
+    """
+    require_mapped(args)
+    found = _algorithm(args, labels, batch_of(args).steps)
+    unused = TRAITS[found["name"]].unused
+    return {key: value for key, value in found.items() if value is not None and key not in unused}
+
+
+def _algorithm(args: Arguments, labels: list[str], steps: int) -> Section:
+    found: Section = {
+        "clip_low": args.epsilon,
+        "clip_high": args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        "kl_coef": args.beta,
+        "mask_truncated": args.mask_truncated_completions,
+        "old_policy": "model" if steps > 1 else "reuse",
+    }
+    if is_rloo(args):
+        if steps > 1:
+            raise ConfigError(
+                f"a generation batch is trained in {steps} steps: TRL's RLOO has the ratio of a whole response, ours "
+                "of a token, which are the same in the first step only; leave generation_batch_size and "
+                "steps_per_generation out"
+            )
+        return found | {"name": "rloo", "normalize": "constant", "kl_in": "reward", "kl_estimator": "k1"}
+    scale = {"group": True, True: True, "batch": "batch"}.get(args.scale_rewards, False)
+    found |= {"scale_by_std": scale, "entropy_coef": args.entropy_coef}
+    if args.beta and args.use_bias_correction_kl:
+        if steps > 1:
+            raise ConfigError(
+                f"beta is {args.beta:g}, use_bias_correction_kl True, and a generation batch is trained in {steps} "
+                "steps: the KL has no ratio as a factor here; set use_bias_correction_kl=False"
+            )
+        # (ratio x k3) has the gradient (log p - log ref) d log p where the ratio is 1, which is that of k2.
+        found["kl_estimator"] = "k2"
+    if _corrects(args):
+        found |= {
+            "importance": args.vllm_importance_sampling_mode,
+            "importance_high": args.vllm_importance_sampling_clip_max,
+        }
+    if args.importance_sampling_level == "sequence":
+        return found | {"name": "gspo", "normalize": "sequence"}
+    if args.multi_objective_aggregation == "normalize_then_sum":
+        weights = dict(zip(labels, args.reward_weights or [1.0] * len(labels), strict=True))
+        return found | {"name": "gdpo", "options": {"weights": weights}}
+    return found | _loss_of(args)
+
+
+def _loss_of(args: Arguments) -> Section:
+    match args.loss_type:
+        case "dr_grpo":
+            return {"name": "dr_grpo", "normalize": "constant"}
+        case "cispo":
+            # Its epsilon_high is the largest ratio.
+            return {"name": "cispo", "clip_low": None, "clip_high": (args.epsilon_high or args.epsilon) - 1}
+        case "sapo":
+            options = {"tau_negative": args.sapo_temperature_neg, "tau_positive": args.sapo_temperature_pos}
+            return {"name": "sapo", "options": options}
+        case kind:
+            return {"name": "grpo", "normalize": "token" if kind == "dapo" else "sequence"}
+
+
+def optimizer_of(args: Arguments, batch: Batch, iterations: int) -> Section:
+    """The keys of [optimizer]."""
+    warmup = batch.iterations_of(args.warmup_steps, iterations * batch.steps) if args.warmup_steps else 0
+    # Theirs would reach 0 one step after the last one.
+    least = 1 / max(1, iterations - warmup) if args.lr_scheduler_type == "linear" else 0.0
+    if args.lr_scheduler_type.startswith("constant"):
+        least = 1.0
+    if more := dict(args.lr_scheduler_kwargs or {}):
+        least = more.get("min_lr_rate", more.get("min_lr", 0.0) / args.learning_rate)
+    scale = args.max_completion_length if is_rloo(args) else 1
+    return {
+        "learning_rate": args.learning_rate,
+        "schedule": SCHEDULES[args.lr_scheduler_type],
+        "min_learning_rate_ratio": least,
+        "warmup_iterations": 0 if args.lr_scheduler_type == "constant" else warmup,
+        "weight_decay": args.weight_decay,
+        "beta2": args.adam_beta2,
+        # Its loss is a sum over tokens where ours is divided by the limit of a response.
+        "clip_grad_norm": args.max_grad_norm / scale,
+    }
+
+
+def iterations_of(args: Arguments, batch: Batch, num_rows: int) -> int:
+    """
+    Raises:
+        ConfigError: there are not enough rows for a batch, or max_steps ends in the middle of one.
+    """
+    if args.max_steps > 0:
+        if args.max_steps % batch.steps:
+            raise ConfigError(
+                f"max_steps is {args.max_steps}, and a generation batch is trained in {batch.steps} steps: name a "
+                "multiple"
+            )
+        return int(args.max_steps) // batch.steps
+    if num_rows < batch.prompts:
+        raise ConfigError(
+            f"train_dataset has {num_rows} rows, and a batch takes {batch.prompts} prompts: lower "
+            "per_device_train_batch_size or gradient_accumulation_steps, or raise num_generations"
+        )
+    return max(1, math.ceil(num_rows // batch.prompts * float(args.num_train_epochs)))
+
+
+def device_of(args: Arguments) -> str:
+    if args.use_cpu:
+        return "cpu"
+    return next((name for name, file in ACCELERATORS.items() if Path(file).exists()), "cpu")
+
+
+def dtype_of(args: Arguments, device: str) -> str:
+    """
+    Raises:
+        ConfigError: it is neither float32 nor bfloat16.
+    """
+    given = dict(args.model_init_kwargs or {})
+    dtype = given.get("dtype") or given.get("torch_dtype")
+    if dtype is None or dtype == "auto":
+        # TRL's own default computes in bfloat16.
+        return "bfloat16" if args.bf16 or (args.bf16 is None and device != "cpu") else "float32"
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"model_init_kwargs has dtype {name!r}: expected 'float32' or 'bfloat16'")
+    return DTYPES[name]
+
+
+def inference_of(args: Arguments) -> dict[str, Section]:
+    """The sections of the instances, and where they are."""
+    if not args.use_vllm:
+        return {}
+    if args.vllm_mode == "server":
+        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        return {"pool": {"instances": [url.replace("//0.0.0.0", "//127.0.0.1")]}, "inference": {"engine": "vllm"}}
+    options = [f"--gpu-memory-utilization={args.vllm_gpu_memory_utilization}"]
+    if args.vllm_max_model_length is not None:
+        options.append(f"--max-model-len={args.vllm_max_model_length}")
+    return {
+        "inference": {
+            "engine": "vllm",
+            "tensor_parallel": args.vllm_tensor_parallel_size,
+            "engine_options": options,
+        },
+        "run": {"placement": "turns" if args.vllm_enable_sleep_mode else "shared"},
+    }
+
+
+def records_of(args: Arguments, batch: Batch, iterations: int) -> dict[str, Section]:
+    """The sections of checkpoints, evaluations and trackers."""
+    total, epoch = iterations * batch.steps, max(1, round(iterations / args.num_train_epochs))
+    every = {"no": 0, "epoch": epoch, "steps": batch.iterations_of(args.save_steps, total)}[args.save_strategy]
+    evaluated = batch.iterations_of(args.eval_steps or args.logging_steps, total)
+    return {
+        "checkpoint": {"every": every, "keep": args.save_total_limit or ALL_CHECKPOINTS},
+        "evaluation": {"every": epoch if args.eval_strategy == "epoch" else evaluated},
+        "tracking": {
+            "trackers": [name for name in _listed(args.report_to) if name != "none"],
+            "project": args.project,
+        },
+    }
