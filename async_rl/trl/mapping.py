@@ -3,7 +3,9 @@
 `benchmarks/peers/loss_cases.py` compares losses and gradients of the algorithms that this gives with TRL's own.
 """
 
+import hashlib
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +89,8 @@ def _faults_of_loss(args: Arguments) -> Iterator[str]:
             f"loss_type is {args.loss_type!r}: expected one of {', '.join(losses)}; 'dapo' is a mean over all tokens "
             "of the batch"
         )
+    elif args.loss_type == "cispo" and (args.epsilon_high or 0) < 1:
+        yield f"epsilon_high is {args.epsilon_high}: of cispo it is the largest ratio; name a number above 1, such as 5"
     if args.importance_sampling_level not in ("token", "sequence"):
         yield f"importance_sampling_level is {args.importance_sampling_level!r}: expected 'token' or 'sequence'"
     elif args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
@@ -200,7 +204,8 @@ def _algorithm(args: Arguments, labels: list[str], steps: int) -> Section:
         return found | {"name": "gspo", "normalize": "sequence"}
     if args.multi_objective_aggregation == "normalize_then_sum":
         weights = dict(zip(labels, args.reward_weights or [1.0] * len(labels), strict=True))
-        return found | {"name": "gdpo", "options": {"weights": weights}}
+        # It has its own deviations: of the group for each reward, and of the batch for their sum.
+        return found | {"name": "gdpo", "options": {"weights": weights}, "scale_by_std": None}
     return found | _loss_of(args)
 
 
@@ -282,8 +287,8 @@ def dtype_of(args: Arguments, device: str) -> str:
     return DTYPES[name]
 
 
-def inference_of(args: Arguments) -> dict[str, Section]:
-    """The sections of the instances, and where they are."""
+def inference_of(args: Arguments, device: str, run_dir: str) -> dict[str, Section]:
+    """The sections of the instances, and where they are; colocated ones on a CPU are processes beside the trainer's."""
     if not args.use_vllm:
         return {}
     if args.vllm_mode == "server":
@@ -292,14 +297,17 @@ def inference_of(args: Arguments) -> dict[str, Section]:
     options = [f"--gpu-memory-utilization={args.vllm_gpu_memory_utilization}"]
     if args.vllm_max_model_length is not None:
         options.append(f"--max-model-len={args.vllm_max_model_length}")
-    return {
-        "inference": {
-            "engine": "vllm",
-            "tensor_parallel": args.vllm_tensor_parallel_size,
-            "engine_options": options,
-        },
-        "run": {"placement": "turns" if args.vllm_enable_sleep_mode else "shared"},
+    parallel = args.vllm_tensor_parallel_size
+    found: dict[str, Section] = {
+        "inference": {"engine": "vllm", "tensor_parallel": parallel, "engine_options": options}
     }
+    if device == "cpu":
+        return found
+    if not args.vllm_enable_sleep_mode:
+        return found | {"run": {"placement": "shared"}, "publish": {"transport": "ipc"}}
+    name = hashlib.sha256(os.fsencode(Path(run_dir).absolute())).hexdigest()[:12]
+    in_memory = {"transport": "snapshot", "snapshot_dir": f"/dev/shm/async-rl-{name}"}
+    return found | {"run": {"placement": "turns"}, "publish": in_memory}
 
 
 def records_of(args: Arguments, batch: Batch, iterations: int) -> dict[str, Section]:

@@ -151,7 +151,7 @@ class Trainer:
             },
             **records_of(args, batch, iterations),
         }
-        for name, section in inference_of(args).items():
+        for name, section in inference_of(args, device, self._dir).items():
             sections[name] = {**sections.get(name, {}), **section}
         if peft_config is not None:
             sections["adapter"] = adapter_of(peft_config)

@@ -43,6 +43,13 @@ def test_the_script_trains_and_evaluates(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(1000)
+def test_the_script_of_trl_trains(tmp_path: Path, model: Path) -> None:
+    said = python(tmp_path, str(EXAMPLES / "python" / "trl_grpo.py"), str(model)).splitlines()
+    assert -1 < float(said[-1]) < 0 and (tmp_path / "runs" / "trl" / "model" / "config.json").is_file()
+
+
+@pytest.mark.distributed
 @pytest.mark.timeout(3000)
 def test_the_notebooks_run_from_the_first_cell_to_the_last(tmp_path: Path, model: Path) -> None:
     said = {
