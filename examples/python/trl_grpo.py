@@ -8,7 +8,7 @@ rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(1
 
 
 def correct(completions, answer, **kwargs):
-    return [1.0 if text.strip() == right else 0.0 for text, right in zip(completions, answer)]
+    return [1.0 if text.strip() == right else 0.0 for text, right in zip(completions, answer, strict=True)]
 
 
 def brief(completions, **kwargs):
