@@ -85,15 +85,16 @@ class CompletionRequest(ServedSamplingParams):
     model: str | None = None
     request_id: Text | None = None
     stream: bool | None = False
+    echo: bool | None = False
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
 
 class CompletionLogprobs(Body):
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(Body):
