@@ -146,9 +146,11 @@ def require_rows(setting: str, rows: Any) -> None:
         raise ConfigError(f"{setting} is a table of pandas: give table.to_dict('records')")
     if not hasattr(rows, "__iter__"):
         raise ConfigError(f"{setting} is {rows!r:.200} ({type(rows).__name__}): {remedy}")
-    if not hasattr(rows, "__len__"):
-        raise ConfigError(f"{setting} is a {type(rows).__name__}, which has no length: give list(...) of it")
-    if not len(rows):
+    try:
+        num_rows = len(rows)
+    except TypeError as error:
+        raise ConfigError(f"{setting} is a {type(rows).__name__}, which has no length: give list(...) of it") from error
+    if not num_rows:
         raise ConfigError(f"{setting} has no rows: {remedy}")
 
 

@@ -63,6 +63,7 @@ class Config(sections.Config):
             Raises:
                 ConfigError: with one line per bad key, naming its value.
             """
+            _require_values(given)
             try:
                 super().__init__(**given)
             except ValidationError as error:
@@ -174,7 +175,16 @@ def parsed(tree: Tree, what: str) -> sections.Config:
         raise ConfigError("out is missing: name the folder of the run, out='runs/NAME'")
     if "prompts" not in tree or not {"source", "mixture"} & tree["prompts"].keys():
         raise ConfigError("data is missing: give a path, a list of rows, or a data set, data=[{'prompt': ...}, ...]")
+    _require_values(tree)
     return parse_config(tree, source=what)
+
+
+def _require_values(tree: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: one is nothing that the file of a config can hold, as an array.
+    """
+    toml_sections({name: section for name, section in tree.items() if isinstance(section, Mapping)})
 
 
 def name_of(value: Any) -> str:

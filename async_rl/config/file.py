@@ -91,7 +91,8 @@ def _explain(item: Any) -> str:
     key = find_key(Config, name)
     meaning = f"; {name} is: {key.description}" if key and key.description else ""
     if item["type"] == "missing":
-        return f"missing key {name!r}: it has no default; set it in the file or as --{name} VALUE{meaning}"
+        way = f"in [{key.section}] or as --{name} VALUE" if key else "there"
+        return f"missing key {name!r}: it has no default; set it {way}{meaning}"
     # Our own validators have complete messages.
     message = said_of(item)
     return f"{name}: {message} (got {given!r}){meaning}" if key or len(loc) > 1 else message

@@ -1,8 +1,9 @@
 """Settings as TOML text: one value, or sections; for configs that async-rl writes."""
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,44 @@ def toml_value(value: Any) -> str:
         return "{ " + ", ".join(pairs) + " }"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
     if isinstance(value, Path):
         value = str(value)
-    try:
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
-    except TypeError as error:
+    if not isinstance(value, str | int | float):
         raise ConfigError(
             f"{value!r:.200} is a {type(value).__name__}, which a config cannot hold: give a number, a text, a truth "
             "value, a list or a table"
+        )
+    try:
+        text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+        text.encode()
+    except ValueError as error:
+        raise ConfigError(
+            f"a {type(value).__name__} cannot be written: {error}; give a text in UTF-8, or a number"
         ) from error
+    return text
 
 
 def toml_sections(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """A config's text; what is None is left out."""
-    return "\n".join(
-        f"[{name}]\n" + "".join(f"{_toml_key(key)} = {toml_value(v)}\n" for key, v in keys.items() if v is not None)
-        for name, keys in sections.items()
-    )
+    """A config's text; what is None is left out.
+
+    Raises:
+        ConfigError: TOML has no such value; names the key.
+    """
+    return "\n".join(f"[{name}]\n" + "".join(_lines_of(name, keys)) for name, keys in sections.items())
 
 
-def _toml_key(key: str) -> str:
+def _lines_of(section: str, keys: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in keys.items():
+        try:
+            if value is not None:
+                yield f"{_toml_key(name)} = {toml_value(value)}\n"
+        except ConfigError as error:
+            raise ConfigError(f"{section}.{name}: {error}") from error
+
+
+def _toml_key(key: Any) -> str:
+    if not isinstance(key, str):
+        raise ConfigError(f"the key {key!r:.200} is a {type(key).__name__}, but keys are texts: write it as one")
     return key if BARE_KEY.fullmatch(key) else toml_value(key)

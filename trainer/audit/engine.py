@@ -6,7 +6,6 @@ be, so that a balancer spreads them over its workers; `Engine.timeout_s` limits 
 """
 
 import math
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -149,9 +148,8 @@ class Engine:
 
     def __init__(self, url: str, timeout_s: float, token: str | None = None, model: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self._clients = threading.local()
+        self._client = HttpClient(self.url, timeout_s, token)
         self._timeout_s = timeout_s
-        self._token = token
         self._model = model
         self._route: _Route | None = None
         self.max_length: int | None = None
@@ -220,16 +218,9 @@ class Engine:
             return None
         return self._valid(TOKENIZE, partial(_Tokens.model_validate_json, answer.body), answer.body).tokens
 
-    def _client(self) -> HttpClient:
-        """Of this thread."""
-        if not hasattr(self._clients, "own"):
-            self._clients.own = HttpClient(self.url, self._timeout_s, self._token)
-        client: HttpClient = self._clients.own
-        return client
-
     def _read_cards(self) -> None:
         try:
-            answer = self._client().get(routes.MODELS)
+            answer = self._client.get(routes.MODELS)
         except NoAnswer as error:
             raise self._unreachable(routes.MODELS, error) from error
         if answer.status in NO_ROUTE:
@@ -273,7 +264,7 @@ class Engine:
 
     def _send(self, path: str, body: BaseModel) -> HttpResponse:
         try:
-            return self._client().post(path, body)
+            return self._client.post(path, body)
         except NoAnswer as error:
             raise self._unreachable(path, error) from error
 

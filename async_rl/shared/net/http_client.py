@@ -47,16 +47,18 @@ class HttpClient:
     def __init__(self, base_url: str, timeout_s: float, token: str | None = None, run: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
         self._timeout_s = timeout_s
-        # No compression: a few bytes may expand to gigabytes. As bytes, not as latin-1: see `authorization`.
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | authorization(token)
+        # No compression: a few bytes may expand to gigabytes. A kept connection the server may close just when the next
+        # request is sent, and httpcore's pool closes idle ones that another thread's request has just been given.
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "Connection": "close"}
+        # As bytes, not as latin-1: see `authorization`.
+        headers |= authorization(token)
         headers |= {} if run is None else {RUN_HEADER: run}
         self._client = httpx.Client(
             headers=[(name.encode(), value.encode(errors="surrogateescape")) for name, value in headers.items()],
             verify=_verification(self.base_url),
             timeout=timeout_s,
             trust_env=False,
-            # The server may close a kept connection just when the next request is sent.
-            limits=httpx.Limits(max_keepalive_connections=0),
+            limits=httpx.Limits(),
         )
 
     def get(self, path: str) -> HttpResponse:

@@ -5,18 +5,20 @@ The text of `NAME.py` changes with the code, what the code refers to, and nothin
 other file does, and a resumed run compares it. The number of a line and the name of a notebook's cell do not count.
 """
 
+import functools
 import hashlib
 import inspect
 import io
 import linecache
 import pickle
+import re
 import sys
 import textwrap
 from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from async_rl.errors import ConfigError
 from async_rl.shared.files import write_file
@@ -92,7 +94,8 @@ def load_value(file: str) -> Any:
 
 
 def _pickled(value: Any, names: set[str] | None) -> bytes:
-    """With the places of its code, for tracebacks, whose files `names` gets; or, where that is None, without."""
+    """With the places of its code, for tracebacks, whose files `names` gets; or, where that is None, without, and the
+    same in each process."""
     # Imported here: only functions need it.
     import cloudpickle
 
@@ -104,10 +107,74 @@ def _pickled(value: Any, names: set[str] | None) -> bytes:
         names.add(code.co_filename)
         return _made_code, (code.co_filename, *reduce_code(code)[1])
 
-    table = ChainMap({CodeType: reduced}, cloudpickle.Pickler.dispatch_table)
+    sets: dict[int, tuple[int, Any]] = {}
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        dispatch_table: ClassVar = ChainMap(
+            {CodeType: reduced, _CACHED: _reduced_cache}, cloudpickle.Pickler.dispatch_table
+        )
+
+        def persistent_id(self, each: Any) -> Any:
+            if names is not None:
+                return None
+            if type(each) in _SETS:
+                # Its order is that of hashes, which each process has its own of. One that holds itself comes again.
+                if id(each) in sets:
+                    return sets[id(each)][0]
+                sets[id(each)] = len(sets), each
+                return sorted(each, key=_order)
+            return each.__name__ if isinstance(each, TypeVar) else None
+
+        def reducer_override(self, each: Any) -> Any:
+            found = super().reducer_override(each)
+            if found is NotImplemented:
+                return _refuse_name_in_main(each) if type(each) not in self.dispatch_table else found
+            if names is None and isinstance(each, type) and isinstance(found, tuple):
+                # By this number a worker knows a class again; it is made by chance.
+                return found[0], tuple(None if _is_number(one) else one for one in found[1]), *found[2:]
+            return found
+
     buffer = io.BytesIO()
-    type("Pickler", (cloudpickle.Pickler,), {"dispatch_table": table})(buffer).dump(value)
+    Pickler(buffer).dump(value)
     return buffer.getvalue()
+
+
+_SETS = (set, frozenset)
+_CACHED = type(functools.cache(len))
+
+
+def _order(value: Any) -> str:
+    """Of a set's elements, as far as they have one that is the same in each process."""
+    if isinstance(value, set | frozenset):
+        return repr(sorted(map(_order, value)))
+    if isinstance(value, tuple):
+        return repr([_order(each) for each in value])
+    return repr(value) if isinstance(value, str | bytes | int | float | None) else ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
+
+
+def _reduced_cache(function: Any) -> Any:
+    """Of `functools.cache`, which alone are pickled by their names: those of `__main__` by value, without answers."""
+    if function.__module__ != "__main__" and "<locals>" not in function.__qualname__:
+        return function.__reduce__()
+    return _made_cache, (function.__wrapped__, function.cache_parameters())
+
+
+def _made_cache(function: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _refuse_name_in_main(value: Any) -> Any:
+    """
+    Raises:
+        PicklingError: it would be looked up in the `__main__` of a worker, which has no such name.
+    """
+    if getattr(value, "__module__", None) == "__main__" and isinstance(named := value.__reduce_ex__(4), str):
+        raise pickle.PicklingError(f"{named} is pickled as a name of __main__, which other processes do not have")
+    return NotImplemented
 
 
 def _made_code(file: str, *arguments: Any) -> CodeType:

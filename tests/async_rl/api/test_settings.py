@@ -1,16 +1,20 @@
 """What `train` makes of its arguments, before anything is written."""
 
+import math
 import tomllib
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 import async_rl
 from async_rl.api.inputs import Inputs
 from async_rl.api.settings import Sections, parsed, toml_of, tree_of
 from async_rl.config.file import parse_config
+from async_rl.config.keys import keys_of
 from async_rl.config.sections import Config
 from async_rl.errors import ConfigError
 from tests.support.minimal_config import minimal_tree
@@ -102,10 +106,44 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no rows": ({"data": []}, "prompts.source has no rows"),
     "a number": ({"data": 5}, r"prompts.source is 5 \(int\): give a path, a list of rows"),
     "a generator": ({"data": (row for row in ROWS)}, r"is a generator, which has no length: give list\(...\) of it"),
+    "an array of no dimension": ({"data": numpy.array(1)}, "is a ndarray, which has no length"),
     "splits": ({"data": {"train": ROWS}}, r"is a mapping with 'train': give one split of it"),
     "no data": ({"data": None}, "data is missing"),
     "no folder": ({"out": None}, "out is missing: name the folder of the run"),
 }
+
+
+AWKWARD: list[Any] = [
+    None,
+    True,
+    -1,
+    0.5,
+    2**70,
+    math.inf,
+    "",
+    "\ud800",
+    "a\n'\"\\\x7f\u2028",
+    [1],
+    [None],
+    {},
+    {1: 2},
+    {"a b": math.inf},
+]
+AWKWARD += [(1, 2), {1, 2}, b"x", Path("x"), date(2020, 1, 1), numpy.int64(3), numpy.float32(0.5), numpy.array([1, 2])]
+
+
+@pytest.mark.parametrize("value", AWKWARD, ids=ascii)
+def test_any_value_of_any_key_is_refused_by_name_or_a_file_that_says_the_same(value: Any) -> None:
+    for name in keys_of(async_rl.Config):
+        section, _, key = name.partition(".")
+        given = minimal_tree()
+        given.setdefault(section, {})[key] = value
+        try:
+            config = async_rl.Config(**given)
+        except ConfigError:
+            continue
+        text = config.toml().encode().decode()
+        assert parse_config(tomllib.loads(text), "again").model_dump() == config.model_dump(), name
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

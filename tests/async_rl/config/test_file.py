@@ -29,11 +29,18 @@ def test_a_value_of_no_kind_is_named_by_its_key_with_its_meaning(key: Key) -> No
 def test_a_required_key_that_is_missing_is_named_and_so_is_its_section(key: Key) -> None:
     without = minimal_tree()
     del without[key.section][key.name.partition(".")[2]]
-    with pytest.raises(ConfigError, match=rf"missing key '{key.name}': .* set it in the file or as --{key.name} VALUE"):
+    with pytest.raises(
+        ConfigError, match=rf"missing key '{key.name}': .* set it in .{key.section}. or as --{key.name} VALUE"
+    ):
         parse_config(without, "here.toml")
     del without[key.section]
     with pytest.raises(ConfigError, match=rf"missing section \[{key.section}\]: set .*{key.name}"):
         parse_config(without, "here.toml")
+
+
+def test_a_key_that_an_entry_of_a_list_lacks_is_no_option_of_the_command() -> None:
+    with pytest.raises(ConfigError, match=r"missing key 'pipeline.nodes.0.function': it has no default; set it there$"):
+        parse_config(minimal_tree() | {"pipeline": {"nodes": [{"name": "a", "reads": ["b"]}]}}, "here.toml")
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

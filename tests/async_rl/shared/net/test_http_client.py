@@ -70,6 +70,20 @@ def test_any_status_is_an_answer_with_its_body(serve: Serve) -> None:
     assert answers_200(client, "/other") and not answers_200(client, "/health")
 
 
+def test_no_connection_is_kept_which_another_thread_could_be_given_while_it_is_closed(serve: Serve) -> None:
+    seen: list[tuple[object, str]] = []
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        seen.append((handler.client_address, handler.headers["connection"]))
+        handler.protocol_version = "HTTP/1.1"
+        send(handler)
+
+    client = HttpClient(serve(answer), TIMEOUT_S)
+    for _ in range(3):
+        client.get("/health")
+    assert len({address for address, _ in seen}) == 3 and {said for _, said in seen} == {"close"}
+
+
 def test_the_proxies_of_the_environment_are_not_asked(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

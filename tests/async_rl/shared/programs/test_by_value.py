@@ -3,12 +3,13 @@
 import functools
 import inspect
 import linecache
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NewType
 
 import pytest
 
@@ -104,6 +105,49 @@ def test_the_identity_covers_the_module_that_workers_import(tmp_path: Path, monk
     first = identity(tmp_path / "a", of_a_user.reward)
     file.write_text(file.read_text() + "\n# changed\n")
     assert identity(tmp_path / "b", of_a_user.reward) != first
+
+
+SCORERS = """
+import enum, functools, sys, typing
+from pathlib import Path
+from async_rl.shared.programs.by_value import pickled
+Level = enum.Enum("Level", "LOW HIGH")
+Kind = typing.TypeVar("Kind")
+KNOWN = {"yes", "no", ("maybe", 1), 3, None, frozenset({"a", "b"})}
+@functools.lru_cache(maxsize=2)
+def parsed(text): return float(text)
+class Base(typing.Generic[Kind]):
+    words = frozenset({"v", "w", "x", "y"})
+class Scorer(Base[int]):
+    def __call__(self, prompt, responses, row):
+        return [parsed("7") * ("yes" in KNOWN) * (row["value"] in {"u", "v", "w"}) * Level.LOW.value]
+print(pickled("reward.name", Scorer()).digest)
+pickled("reward.name", Scorer()).write("reward.name", Path("reward.py"))
+"""
+
+
+@pytest.mark.distributed
+def test_each_program_has_the_same_identity_of_classes_sets_and_caches(tmp_path: Path) -> None:
+    digests = set()
+    for seed in ("1", "2", "3"):
+        command = [sys.executable, "-c", SCORERS]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        digests.add(subprocess.run(command, capture_output=True, check=True, cwd=tmp_path, env=environment).stdout)
+    assert len(digests) == 1
+    assert load_from_file("reward.name", setting_of(tmp_path / "reward.py"))(None, [], {"value": "v"}) == [7.0]
+
+
+def test_the_identity_of_what_refers_to_itself_through_a_set_is_found() -> None:
+    score = Scorer(0.5)
+    score.known = {score}  # type: ignore[attr-defined]
+    assert pickled("reward.name", of_cell("def reward(prompt, responses, row): return kept", kept=score)).digest
+
+
+def test_what_another_process_would_look_up_in_its_own_main_is_named() -> None:
+    kind = NewType("kind", int)
+    kind.__module__ = "__main__"
+    with pytest.raises(ConfigError, match=r"variable 'kind' .*: kind is pickled as a name of __main__"):
+        pickled("reward.name", of_cell("def reward(prompt, responses, row): return [kind(1)]", kind=kind))
 
 
 @pytest.mark.parametrize(("variable", "kind"), [("file", "TextIOWrapper"), ("lock", "lock")])
