@@ -36,7 +36,8 @@ CHOICES = ["abc", "d e", "fghij"]
 QUESTIONS = [f"Word {i} {'of many ' * (i % 3)}:" for i in range(8)]
 
 lm_eval = pytest.mark.skipif(
-    any(extras.find_spec(module) is None for module in extras.MODULES["harness"]), reason="needs the extra harness"
+    any(extras.find_spec(module) is None for module in extras.MODULES["harness"]),
+    reason="needs the extra harness: `make test-harness`",
 )
 
 
