@@ -77,7 +77,7 @@ def show_harness(console: Console, found: Any) -> None:
     """One row per metric of a task or a group."""
     table = Table(title="lm-eval", title_justify="left")
     for name in ("task", "examples", "rows", "filter", "metric"):
-        table.add_column(name)
+        table.add_column(name, overflow="fold")
     for name in ("value", "standard error"):
         table.add_column(name, justify="right")
     for task, line in found["results"].items():

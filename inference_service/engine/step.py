@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 
 from async_rl.errors import ConfigError
 from async_rl.shared.cpu import exact
-from async_rl.shared.cpu.products import linear
+from async_rl.shared.cpu.products import use_faster_products
 from async_rl.shared.layer_windows import SLIDING
 from inference_service.engine import attention
 from inference_service.engine.delta_net import delta_net_of, use_delta_nets
@@ -19,20 +19,6 @@ from inference_service.engine.parts import SharedPart, Span, StepParts, delta_pa
 from inference_service.engine.routes import Routes
 from inference_service.engine.schedule import Fed, Run, Work
 from inference_service.engine.segments import Link, Segment
-
-
-class Linear(torch.nn.Linear):
-    """torch's, with another forward: for inference only."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-def use_faster_products(model: torch.nn.Module) -> None:
-    """Makes every plain linear layer a `Linear`, in place: its weights and their names stay."""
-    for module in model.modules():
-        if type(module) is torch.nn.Linear:
-            module.__class__ = Linear
 
 
 class ExactLinear(torch.nn.Linear):
