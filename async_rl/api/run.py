@@ -77,9 +77,9 @@ def train(
         WriteFailed: the folder cannot be written to.
     """
     tree = tree_of(config, settings, model=model, data=data, reward=reward, program=program, out=out)
-    if "dir" in tree.get("run", {}):
+    if isinstance(tree.get("run", {}).get("dir"), str | os.PathLike):
         tree["run"]["dir"] = str(Path(tree["run"]["dir"]).expanduser().absolute())
-    inputs = Inputs(Path(tree.get("run", {}).get("dir", ".")) / FOLDER)
+    inputs = Inputs(Path(str(tree.get("run", {}).get("dir"))) / FOLDER)
     checked = parsed(inputs.take(tree), "async_rl.train")
     return Run(checked.run.dir, quiet=quiet)._begin(checked, inputs)
 
@@ -341,6 +341,7 @@ class Run:
                 self.stop()
         except AsyncRLError as error:
             print(f"{type(error).__name__}: {error_text(error)}", file=sys.stderr)
+            sys.stderr = _Unflushable(sys.stderr)
 
     def _note_cell(self) -> None:
         """The cell in which it was started, or waited for: the one whose interruption ends it."""
@@ -351,6 +352,21 @@ class Run:
         is_interrupted = isinstance(getattr(result, "error_in_exec", None), KeyboardInterrupt)
         if is_interrupted and self._cell is not None and result.execution_count == self._cell:
             self._end_interrupted()
+
+
+class _Unflushable:
+    """In place of sys.stderr at the end of a script: Python exits with 120 where a standard stream cannot be flushed
+    after all handlers (see `sys.exit`). `os._exit` would leave out those of others."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        raise OSError("a run of this program has failed")
 
 
 def _shell() -> Any:

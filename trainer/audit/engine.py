@@ -6,6 +6,7 @@ be, so that a balancer spreads them over its workers; `Engine.timeout_s` limits 
 """
 
 import math
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,9 @@ NUM_AT_ONCE = 48
 SGLANG_GENERATE = "/generate"
 TOKENIZE = "/tokenize"
 NO_ROUTE = (404, 405, 501)
+BUSY = (429, 503)
+BUSY_PAUSE_S = 0.5
+"""Until a request is sent again; limits are often of requests per second."""
 AS_ID = "token_id:"
 """Before the id of a token in OpenAI's log-probs, with `return_tokens_as_token_ids`."""
 
@@ -263,8 +267,11 @@ class Engine:
             raise BrokenAnswer(f"{named} the token id {negative[0]}: expected ids from 0")
 
     def _send(self, path: str, body: BaseModel) -> HttpResponse:
+        deadline = time.monotonic() + self._timeout_s
         try:
-            return self._client.post(path, body)
+            while (answer := self._client.post(path, body)).status in BUSY and time.monotonic() < deadline:
+                time.sleep(BUSY_PAUSE_S)
+            return answer
         except NoAnswer as error:
             raise self._unreachable(path, error) from error
 

@@ -165,12 +165,14 @@ import async_rl, sys, time
 kept = 0.25
 run = async_rl.train("model", {ROWS!r}, lambda prompt, responses, row: [kept for _ in responses], "run",
     prompts={{"prompts_per_batch": 1, "max_prompt_tokens": 100, "chat_template": False}},
-    rollout={{"max_response_tokens": 28}}, train={{"iterations": 3}}, checkpoint={{"grace_s": 5}})
+    rollout={{"max_response_tokens": 28}}, train={{"iterations": 3}}, checkpoint={{"grace_s": 5}},
+    cluster={{"max_restarts": 0}})
 """
 """Without a guard for `__main__`."""
 
 ENDS = {
     "at its end": ("", 0),
+    "at its end, of a run that fails": ("import atexit\natexit.register(print, 'other handlers run', end='')", 120),
     "by an error": ("raise KeyError('mine')", 1),
     "by Ctrl-C": ("for record in run: time.sleep(0.01)\nrun.wait()", -signal.SIGINT),
     "by kill -9": ("run.wait()", -signal.SIGKILL),
@@ -184,7 +186,9 @@ ENDS = {
 @pytest.mark.parametrize("how", by_day(ENDS, ["by kill -9"]))
 def test_a_script_leaves_nothing_however_it_ends(ground: Ground, how: str) -> None:
     lines, code = ENDS[how]
-    if how != "at its end":
+    if how == "at its end, of a run that fails":
+        ground.then_trainer_does("sys.exit(7)")
+    elif how != "at its end":
         ground.then_trainer_does(FOR_EVER)
     if how == "by an error":
         lines = "while not __import__('os').path.exists('run/metrics.jsonl'): time.sleep(0.1)\n" + lines
@@ -197,6 +201,7 @@ def test_a_script_leaves_nothing_however_it_ends(ground: Ground, how: str) -> No
     assert script.returncode == code, output
     assert ground.living() == {}
     assert (how == "at its end") == ("the run is trained" in output), "it is waited for"
+    assert (code == 120) == ("other handlers run" in output)
 
 
 @pytest.mark.nightly

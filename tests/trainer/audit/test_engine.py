@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_rl.errors import BrokenAnswer, InstanceError, InstanceUnreachable
+from async_rl.errors import BrokenAnswer, InstanceError, InstanceRefused, InstanceUnreachable
 from async_rl.shared.net.free_ports import free_ports
 from trainer.audit.engine import Ask, Engine
 
@@ -20,7 +20,8 @@ Answers = dict[str, Callable[[dict[str, Any]], Any]]
 
 @contextmanager
 def serving(answers: Answers) -> Iterator[str]:
-    """The URL of a server that answers each path by a function of the request's body; text as it is, other as JSON."""
+    """The URL of a server that answers each path by a function of the request's body; text as it is, numbers as a
+    status, other as JSON."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -33,7 +34,7 @@ def serving(answers: Answers) -> Iterator[str]:
         def _send(self, answer: Callable[[dict[str, Any]], Any] | None, body: dict[str, Any]) -> None:
             made = "" if answer is None else answer(body)
             content = (made if isinstance(made, str) else json.dumps(made)).encode()
-            self.send_response(404 if answer is None else 200)
+            self.send_response(404 if answer is None else made if isinstance(made, int) else 200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
@@ -127,6 +128,15 @@ def test_a_server_without_what_an_audit_needs_is_refused(
 ) -> None:
     with serving(answers) as url, pytest.raises(kind, match=message):
         Engine(url, 10.0).find([1, 2])
+
+
+def test_an_engine_that_is_busy_is_asked_again_until_the_time_is_up() -> None:
+    said = [429, 503, generated([5, 5], [-1.0, -1.0])]
+    with serving({GENERATE: lambda _: said.pop(0)}) as url:
+        Engine(url, 10.0).find([1, 2])
+    assert said == []
+    with serving({GENERATE: lambda _: 429}) as url, pytest.raises(InstanceRefused, match="answers 429"):
+        Engine(url, 0.2).find([1, 2])
 
 
 def test_an_engine_that_is_not_there_or_does_not_answer_is_named_in_time() -> None:
