@@ -21,7 +21,7 @@ def adapter_of(config: Any) -> dict[str, Any]:
     Raises:
         ConfigError: it is no LoRA, or has something that adapters here do not have.
     """
-    if isinstance(config, Mapping) or not is_dataclass(config) or not hasattr(config, "lora_alpha"):
+    if isinstance(config, Mapping) or not is_dataclass(config) or _kind_of(config) != "LORA":
         raise ConfigError(
             f"peft_config is {config!r:.200}: expected peft's LoraConfig; adapters are LoRA (adapters.md)"
         )
@@ -32,6 +32,11 @@ def adapter_of(config: Any) -> dict[str, Any]:
     targets = given.target_modules or BY_DEFAULT
     targets = [targets] if isinstance(targets, str) else sorted(targets)
     return {"rank": given.r, "alpha": float(given.lora_alpha), "targets": targets}
+
+
+def _kind_of(config: Any) -> Any:
+    kind = getattr(config, "peft_type", None)
+    return getattr(kind, "value", kind)
 
 
 def _faults(config: Any) -> Iterator[str]:

@@ -5,9 +5,12 @@ defaults with TRL's own.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import field, fields, make_dataclass
 from functools import wraps
+from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from async_rl.config.keys import nearest
@@ -38,7 +41,8 @@ MAPPED: Final[Mapping[str, Default]] = {
     # The optimizer and the model.
     **{"learning_rate": 1e-6, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": dict, "warmup_steps": 0.0},
     **{"optim": "adamw_torch_fused", "weight_decay": 0.0, "adam_beta2": 0.999, "max_grad_norm": 1.0},
-    **{"bf16": bool, "use_cpu": False, "gradient_checkpointing": True, "model_init_kwargs": dict},
+    **{"bf16": bool, "use_cpu": False, "gradient_checkpointing": True},
+    **{"activation_checkpointing": bool, "model_init_kwargs": dict},
     # What is written.
     **{"report_to": "none", "project": "huggingface", "logging_strategy": "steps", "logging_steps": 10.0},
     **{"eval_strategy": "no", "eval_steps": float, "num_generations_eval": int},
@@ -48,7 +52,7 @@ MAPPED: Final[Mapping[str, Default]] = {
 WITHOUT_EFFECT: Final[Mapping[str, Default]] = {
     # How it is computed.
     **{"average_tokens_across_devices": True, "bf16_full_eval": False, "fp16_full_eval": False, "tf32": bool},
-    **{"activation_checkpointing": bool, "activation_checkpointing_kwargs": dict, "torch_compile": False},
+    **{"activation_checkpointing_kwargs": dict, "torch_compile": False},
     **{"gradient_checkpointing_kwargs": dict, "torch_compile_backend": str, "torch_compile_mode": str},
     **{"use_liger_kernel": False, "liger_kernel_config": dict, "use_cache": False, "torch_empty_cache_steps": int},
     **{"full_determinism": False, "pad_to_multiple_of": "auto", "cache_implementation": str, "disable_dropout": False},
@@ -132,7 +136,18 @@ NOT_OF_RLOO: Final = frozenset(
     )
 )
 
-JSON_TYPES = (dict, list)
+LISTS_OF_NUMBERS = ("reward_weights", "reward_clip_range")
+NONE_TOO = ("max_grad_norm", "max_completion_length")
+"""Numbers with a default that may be None: no clipping; and an error of its own."""
+
+KINDS: Final[Mapping[type, tuple[type | tuple[type, ...], str]]] = {
+    bool: (bool, "True or False"),
+    int: (Real, "a whole number"),
+    float: (Real, "a number"),
+    dict: (Mapping, "a dictionary"),
+    list: (Collection, "a list"),
+}
+STEPS = {"logging_steps": "logging_strategy", "save_steps": "save_strategy", "eval_steps": "eval_strategy"}
 
 
 def _fields(names: Mapping[str, Default]) -> Iterator[tuple[str, Any, Any]]:
@@ -141,9 +156,12 @@ def _fields(names: Mapping[str, Default]) -> Iterator[tuple[str, Any, Any]]:
         if not isinstance(default, type):
             # Yes and no are values of scale_rewards, too.
             yield name, type(default), field(default=default)
-        elif default in JSON_TYPES:
+        elif default is dict:
             # From a command line as JSON.
             yield name, str | None, field(default=None)
+        elif default is list:
+            # From a command line as several words.
+            yield name, (list[float] if name in LISTS_OF_NUMBERS else list[str]) | None, field(default=None)
         else:
             yield name, default | None, field(default=None)
 
@@ -152,6 +170,9 @@ class Arguments:
     """What both have; `refused` are their names with a default, and why there is no other value."""
 
     refused: Mapping[str, tuple[Default, str]] = REFUSED
+
+    # What callbacks ask of the one process that they are in.
+    world_size, process_index, local_process_index, should_log, should_save = 1, 0, 0, True, True
 
     if TYPE_CHECKING:
 
@@ -169,6 +190,43 @@ class Arguments:
             elif hasattr(value, "value"):
                 # An enumeration of transformers.
                 setattr(self, each.name, value.value)
+        given: Any = self
+        if given.output_dir:
+            given.output_dir = str(Path(given.output_dir).expanduser())
+        if given.greater_is_better is None and given.metric_for_best_model is not None:
+            given.greater_is_better = not given.metric_for_best_model.endswith("loss")
+
+    def faults_of_values(self) -> Iterator[str]:
+        """Mapped values that TRL could not use either, by their types and sizes, a sentence each."""
+        for name, default in MAPPED.items():
+            value: Any = getattr(self, name, None)
+            kind = default if isinstance(default, type) else type(default)
+            may_be_none = isinstance(default, type) or name in NONE_TOO or not hasattr(self, name)
+            if kind is str or (value is None and may_be_none):
+                continue
+            types, expected = KINDS[kind]
+            is_of_kind = isinstance(value, types) and not isinstance(value, str)
+            is_number = kind in (int, float)
+            if (
+                not is_of_kind
+                or (is_number and (isinstance(value, bool) or not math.isfinite(value)))
+                or (kind is int and value != int(value))
+            ):
+                yield f"{name} is {value!r:.200}: expected {expected}"
+            elif not is_number:
+                continue
+            elif name in ("learning_rate", "steps_per_generation", "generation_batch_size") and value <= 0:
+                yield f"{name} is {value}: expected {expected} above 0"
+            elif name == "num_train_epochs" and value <= 0 and not self._has_max_steps:
+                yield f"{name} is {value}, and max_steps {self.max_steps!r}: expected one of them above 0"
+            elif name in STEPS and getattr(self, STEPS[name]) == "steps" and not _is_interval(name, value):
+                yield f"{name} is {value}: expected a whole number above 0, or a share of all steps, below 1"
+            elif name == "warmup_steps" and value < 0:
+                yield f"{name} is {value}: expected 0, a number of steps, or a share of all, below 1"
+
+    @property
+    def _has_max_steps(self) -> bool:
+        return bool(isinstance(self.max_steps, int | float) and self.max_steps > 0)
 
     def faults(self) -> Iterator[str]:
         """What is refused of it, a sentence each."""
@@ -179,6 +237,17 @@ class Arguments:
 
     def to_dict(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        return {name: v if isinstance(v, bool | int | float | str) else str(v) for name, v in self.to_dict().items()}
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+
+def _is_interval(name: str, value: float) -> bool:
+    # Evaluations have the interval of the log, if they have none.
+    return value == int(value) > 0 if value >= 1 else value > 0 or (name == "eval_steps" and value == 0)
 
 
 def _made(name: str, names: Mapping[str, Default], refused: Mapping[str, tuple[Default, str]]) -> Any:

@@ -27,6 +27,13 @@ SCHEDULES = {
     **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), "cosine"),
 }
 ALL_CHECKPOINTS = 10**6
+NO_CLIPPING = 1e9
+"""A norm that no gradient has."""
+
+STRATEGIES = {
+    **dict.fromkeys(("logging_strategy", "eval_strategy"), ("no", "steps", "epoch")),
+    "save_strategy": ("no", "steps", "epoch", "best"),
+}
 DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
 INIT_WITHOUT_EFFECT = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage")
 
@@ -53,7 +60,7 @@ def require_mapped(args: Arguments) -> None:
     Raises:
         ConfigError: values that would mean something else here, all of them.
     """
-    faults = [*args.faults(), *_faults(args)]
+    faults = [*args.faults_of_values()] or [*args.faults(), *_faults(args)]
     if faults:
         raise ConfigError("\n".join([f"{type(args).__name__} cannot be run as it is:", *faults]))
 
@@ -63,8 +70,14 @@ def _faults(args: Arguments) -> Iterator[str]:
         yield f"optim is {args.optim!r}: {TRL['optim'].note}"
     if args.lr_scheduler_type not in SCHEDULES:
         yield f"lr_scheduler_type is {args.lr_scheduler_type!r}: expected one of {', '.join(SCHEDULES)}"
-    elif (more := dict(args.lr_scheduler_kwargs or {})) and not ("_min_lr" in args.lr_scheduler_type and _floor(more)):
-        yield f"lr_scheduler_kwargs is {more!r}: expected none, or min_lr_rate or min_lr of a cosine's minimum"
+    elif "_min_lr" in args.lr_scheduler_type:
+        if not _floor(more := dict(args.lr_scheduler_kwargs or {})):
+            yield f"lr_scheduler_kwargs is {more!r}: expected min_lr_rate or min_lr, the cosine's minimum"
+    elif args.lr_scheduler_kwargs:
+        yield f"lr_scheduler_kwargs is {args.lr_scheduler_kwargs!r}: {args.lr_scheduler_type!r} takes none here"
+    for name, among in STRATEGIES.items():
+        if (value := getattr(args, name)) not in among:
+            yield f"{name} is {value!r}: expected one of {', '.join(among)}"
     if args.max_completion_length is None:
         yield "max_completion_length is None: responses need a limit; name it"
     if args.save_strategy == "best":
@@ -74,7 +87,7 @@ def _faults(args: Arguments) -> Iterator[str]:
     names = _listed(args.report_to)
     if unknown := [name for name in names if name not in (*TRACKERS, "none")]:
         yield f"report_to has {unknown[0]!r}: expected some of {', '.join(TRACKERS)}, or 'none'"
-    for name in (args.model_init_kwargs or {}).keys() - {"dtype", "torch_dtype", "revision", *INIT_WITHOUT_EFFECT}:
+    for name in (args.model_init_kwargs or {}).keys() - {"dtype", "torch_dtype", *INIT_WITHOUT_EFFECT}:
         if (value := args.model_init_kwargs[name]) not in (None, False):
             yield f"model_init_kwargs has {name} = {value!r}: the checkpoint is read as it is; save it that way"
     yield from _faults_of_loss(args)
@@ -116,7 +129,7 @@ def _faults_of_loss(args: Arguments) -> Iterator[str]:
 
 
 def _floor(given: dict[str, Any]) -> bool:
-    return len(given) == 1 and next(iter(given)) in ("min_lr_rate", "min_lr")
+    return len(given) == 1 and isinstance(given.get("min_lr_rate", given.get("min_lr")), int | float)
 
 
 def _listed(value: Any) -> list[str]:
@@ -241,7 +254,7 @@ def optimizer_of(args: Arguments, batch: Batch, iterations: int) -> Section:
         "weight_decay": args.weight_decay,
         "beta2": args.adam_beta2,
         # Its loss is a sum over tokens where ours is divided by the limit of a response.
-        "clip_grad_norm": args.max_grad_norm / scale,
+        "clip_grad_norm": (args.max_grad_norm if (args.max_grad_norm or 0) > 0 else NO_CLIPPING) / scale,
     }
 
 

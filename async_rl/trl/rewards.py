@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from async_rl.checks.preflight.model import ModelFiles
 from async_rl.errors import ConfigError
 from async_rl.rollouts.rewards.base import CORRECT_AT
 from async_rl.shared.programs.user_file import is_async
@@ -34,7 +35,7 @@ def parts_of(given: Any, weights: Sequence[float] | None, template: Mapping[str,
     return [
         {"name": _reward(f"reward_funcs[{place}]", each, template), "weight": float(weight), "label": label}
         for place, (each, weight, label) in enumerate(
-            zip(functions, weights or [1.0] * len(functions), labels, strict=True)
+            zip(functions, [1.0] * len(functions) if weights is None else weights, labels, strict=True)
         )
     ]
 
@@ -51,6 +52,7 @@ def _labels(functions: Sequence[Any]) -> Iterator[str]:
 
 def _reward(setting: str, given: Any, template: Mapping[str, Any]) -> Callable[..., Any]:
     if isinstance(given, str):
+        ModelFiles.find(given, setting, is_whole=False)
         return of_model(given, dict(template))
     if hasattr(given, "save_pretrained"):
         raise ConfigError(f"{setting} is a loaded model: give its folder or its name, from which a process loads it")
@@ -60,7 +62,7 @@ def _reward(setting: str, given: Any, template: Mapping[str, Any]) -> Callable[.
 
 
 def of_function(setting: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """It with everything that TRL gives a function, of which it gets what it takes; None counts as 0, as in TRL's sum.
+    """It with everything that TRL gives a function, of which it gets what it takes; None and NaN count as 0 in the sum.
 
     Raises:
         ConfigError: it needs the state of a trainer, which is in another process.
@@ -79,7 +81,10 @@ def of_function(setting: str, function: Callable[..., Any]) -> Callable[..., Any
         return {name: value for name, value in given.items() if takes_any or name in names}
 
     def numbers(found: Any) -> Any:
-        return [0.0 if each is None else each for each in found] if isinstance(found, list | tuple) else found
+        found = found.tolist() if hasattr(found, "tolist") else found
+        if not isinstance(found, list | tuple):
+            return found
+        return [0.0 if each is None or each != each else each for each in found]
 
     def score(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> Any:
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}

@@ -3,18 +3,22 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
-from async_rl.api.inputs import FOLDER, Inputs, require_rows
+from async_rl.api.inputs import FOLDER, Inputs
 from async_rl.api.run import Run, open_run, train
 from async_rl.api.settings import Config, tree_of
-from async_rl.checks.preflight.model import ModelFiles
 from async_rl.errors import ConfigError
+from async_rl.shared.files import write_file
+from async_rl.trl import callbacks as transformers_callbacks
 from async_rl.trl.adapters import adapter_of
 from async_rl.trl.arguments import Arguments, GRPOConfig, RLOOConfig
+from async_rl.trl.callbacks import Control, State
+from async_rl.trl.inputs import model_name, room_for_prompts, rows_of
 from async_rl.trl.logs import evaluation_logs_of, logs_of
 from async_rl.trl.mapping import (
     Section,
@@ -27,12 +31,17 @@ from async_rl.trl.mapping import (
     iterations_of,
     optimizer_of,
     records_of,
+    require_mapped,
 )
 from async_rl.trl.rewards import MODEL_TIMEOUT_S, parts_of
 
 DEFAULT_DIR = "trainer_output"
-ROOM, TEMPLATE_ROOM = 8, 1024
-"""Tokens that a tokenizer, or a chat template, may put around a prompt; its own have at least a byte each."""
+OVERRIDDEN = (
+    *("compute_loss", "_compute_loss", "training_step", "prediction_step", "create_optimizer", "create_scheduler"),
+    *("create_optimizer_and_scheduler", "get_train_dataloader", "_get_train_sampler", "_calculate_rewards", "log"),
+    *("_generate_and_score_completions", "_generate", "_get_per_token_logps_and_entropies"),
+)
+OVERRIDES = "algorithms, rewards and rollouts of one's own are settings (docs/python.md)"
 
 
 class TrainOutput(NamedTuple):
@@ -94,20 +103,26 @@ class Trainer:
             rollout_func=(rollout_func, "it is a rollout program here: docs/rollouts.md"),
             environment_factory=(environment_factory, "environments are rollout programs: docs/rollouts.md"),
         )
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if (size := os.environ.get("WORLD_SIZE", "1")) not in ("", "0", "1"):
             raise ConfigError(
-                "WORLD_SIZE is above 1: start the script once, with python; processes are those of "
+                f"WORLD_SIZE is {size!r}: start the script once, with python; processes are those of "
                 "settings={'trainer': {'num_processes': N}}"
             )
-        name = _model_name(model, processing_class)
-        rows = _rows("train_dataset", train_dataset)
-        self._eval_rows = None if eval_dataset is None else _rows("eval_dataset", eval_dataset)
+        self._require_no_overrides()
+        require_mapped(self.args)
+        self.callbacks = transformers_callbacks.checked(callbacks)
+        name = model_name(model, processing_class)
+        self.processing_class, self.train_dataset, self.eval_dataset = processing_class, train_dataset, eval_dataset
+        rows = rows_of("train_dataset", train_dataset)
+        self._eval_rows = None if eval_dataset is None else rows_of("eval_dataset", eval_dataset, like=rows)
         template = self.args.chat_template_kwargs or {}
         self._parts = parts_of(reward_funcs, self.args.reward_weights, template)
         self._batch = batch_of(self.args)
         iterations = iterations_of(self.args, self._batch, len(rows))
         sections = self._sections(name, rows, iterations, peft_config)
         for section, keys in (settings or {}).items():
+            if not isinstance(keys, Mapping):
+                raise ConfigError(f"settings[{section!r}] is {keys!r:.200}: expected a section's keys, a dictionary")
             sections[section] = {**sections.get(section, {}), **keys}
         self._given = {**sections, "reward": {**sections.get("reward", {}), "parts": self._parts}}
         self._rows = rows
@@ -115,12 +130,24 @@ class Trainer:
         tree = tree_of(None, self._given, data=rows, out=self._dir)
         self.config = Config(**Inputs(Path(self._dir) / FOLDER).take(tree))
         self.run: Run | None = None
-        self.state = SimpleNamespace(
-            **{"global_step": 0, "max_steps": iterations * self._batch.steps, "epoch": 0.0, "log_history": []},
-            is_world_process_zero=True,
+        self.state = State(
+            max_steps=iterations * self._batch.steps,
+            **{name: getattr(self.args, name) for name in ("logging_steps", "eval_steps", "save_steps")},
+            train_batch_size=self.args.per_device_train_batch_size,
+            num_train_epochs=self.args.num_train_epochs,
         )
         self.accelerator = SimpleNamespace(print=print, is_main_process=True, wait_for_everyone=lambda: None)
-        self.callbacks = [each() if isinstance(each, type) else each for each in callbacks or ()]
+        self._call("on_init_end", Control())
+
+    def _require_no_overrides(self) -> None:
+        for name in OVERRIDDEN:
+            if hasattr(type(self), name):
+                raise ConfigError(f"{type(self).__name__} has {name}, which nothing calls here: {OVERRIDES}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__} has no {name!r} here: trainer.run is the run, and the model is in output_dir/model"
+        )
 
     def _sections(self, model: str, rows: Any, iterations: int, peft_config: Any) -> dict[str, Section]:
         args, batch = self.args, self._batch
@@ -132,9 +159,7 @@ class Trainer:
             "run": {"seed": args.seed},
             "prompts": {
                 "prompts_per_batch": batch.prompts,
-                "max_prompt_tokens": _room_for_prompts(
-                    model, [rows, self._eval_rows or ()], args.max_completion_length
-                ),
+                "max_prompt_tokens": room_for_prompts(model, [rows, self._eval_rows or ()], args.max_completion_length),
                 "chat_template": (args.chat_template_kwargs or True) if is_chat else False,
             },
             "rollout": {
@@ -147,7 +172,7 @@ class Trainer:
             "train": {"iterations": iterations, "steps_per_batch": batch.steps},
             "trainer": {
                 "device": device,
-                "recompute": "full" if args.gradient_checkpointing and device != "cpu" else "none",
+                "recompute": "full" if _recomputes(args) and device != "cpu" else "none",
             },
             **records_of(args, batch, iterations),
         }
@@ -194,12 +219,23 @@ class Trainer:
         return self._follow(self.run)
 
     def _follow(self, run: Run) -> TrainOutput:
-        state, control = self.state, SimpleNamespace(should_training_stop=False)
+        state, control = self.state, Control()
         labels, losses, waiting = [part["label"] for part in self._parts], [], []
         num_tokens, num_evaluations, seconds = 0.0, 0, 0.0
-        self._call("on_train_begin", control)
+
+        def evaluated() -> int:
+            new = _records(run.evaluations)[num_evaluations:]
+            for record in new:
+                # It is of the weights before its iteration, and arrives with a later one's record.
+                step = int(record["iteration"]) * self._batch.steps
+                self._log(evaluation_logs_of(record, labels), control, "on_evaluate", step)
+            return num_evaluations + len(new)
+
+        for event in ("on_train_begin", "on_epoch_begin", "on_step_begin"):
+            self._call(event, control)
         try:
             for record in run:
+                epoch = int(state.epoch)
                 state.global_step = (record["iteration"] + 1) * self._batch.steps
                 state.epoch = (record["iteration"] + 1) * self._batch.prompts / len(self._rows)
                 logs = logs_of(record, labels, self._batch, self._loss_scale)
@@ -208,20 +244,28 @@ class Trainer:
                 seconds += record["seconds"]
                 waiting.append(logs)
                 self._call("on_step_end", control)
-                if self._logs_at(state.global_step):
+                if self._logs_at(state.global_step) or control.should_log:
+                    control.should_log = False
                     self._log({**_means(waiting), "num_tokens": num_tokens}, control)
                     waiting.clear()
-                for evaluated in _records(run.evaluations)[num_evaluations:]:
-                    num_evaluations += 1
-                    self._log(evaluation_logs_of(evaluated, labels), control, "on_evaluate")
+                num_evaluations = evaluated()
+                is_last = state.global_step >= state.max_steps
+                if int(state.epoch) > epoch or is_last:
+                    self._call("on_epoch_end", control)
                 if control.should_training_stop:
                     run.stop()
                     break
+                if int(state.epoch) > epoch and not is_last:
+                    self._call("on_epoch_begin", control)
+                if not is_last:
+                    self._call("on_step_begin", control)
+            num_evaluations = evaluated()
         except BaseException:
             run.stop()
             raise
         self._call("on_train_end", control)
-        return TrainOutput(state.global_step, fmean(losses or [0.0]), {"train_runtime": seconds})
+        loss = fmean(losses or [0.0])
+        return TrainOutput(state.global_step, loss, {"train_runtime": seconds, "train_loss": loss})
 
     @property
     def _loss_scale(self) -> float:
@@ -235,18 +279,18 @@ class Trainer:
         is_due = step // every > (step - self._batch.steps) // every
         return self.args.logging_strategy != "no" and bool(is_due or step >= self.state.max_steps)
 
-    def _log(self, logs: dict[str, float], control: Any, event: str = "on_log") -> None:
-        line = {**logs, "epoch": self.state.epoch}
-        self.state.log_history.append({**line, "step": self.state.global_step})
+    def _log(self, logs: dict[str, float], control: Control, event: str = "on_log", step: int | None = None) -> None:
+        state, line = self.state, {**logs, "epoch": self.state.epoch}
+        step = state.global_step if step is None else step
+        state.log_history.append({**line, "step": step})
         self._call(event, control, **({"metrics": line} if event == "on_evaluate" else {"logs": line}))
+        best, name = state.best_metric, self.args.metric_for_best_model or ""
+        value = logs.get(name if name.startswith("eval_") else f"eval_{name}")
+        if value is not None and (best is None or (value > best if self.args.greater_is_better else value < best)):
+            state.best_metric, state.best_global_step = value, step
 
-    def _call(self, event: str, control: Any, **more: Any) -> None:
-        for callback in self.callbacks:
-            if (method := getattr(callback, event, None)) is not None:
-                # They may return another control, as transformers' own do.
-                changed = method(self.args, self.state, control, **more)
-                if changed is not None and getattr(changed, "should_training_stop", False):
-                    control.should_training_stop = True
+    def _call(self, event: str, control: Control, **more: Any) -> None:
+        transformers_callbacks.call(self.callbacks, event, self.args, self.state, control, **more)
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """Scores the newest checkpoint on these rows, by default `eval_dataset`.
@@ -254,12 +298,12 @@ class Trainer:
         Raises:
             ConfigError: there are none, or nothing is trained yet.
         """
-        rows = self._eval_rows if eval_dataset is None else _rows("eval_dataset", eval_dataset)
+        rows = self._eval_rows if eval_dataset is None else rows_of("eval_dataset", eval_dataset, like=self._rows)
         if rows is None:
             raise ConfigError("eval_dataset is missing: give it")
         figures = self._trained().evaluate(rows, samples=self._num_eval, temperature=self.args.temperature)
         logs = evaluation_logs_of(figures, [part["label"] for part in self._parts])
-        self._log(logs, SimpleNamespace(should_training_stop=False), "on_evaluate")
+        self._log(logs, Control(), "on_evaluate")
         return logs
 
     def save_model(self, output_dir: str | None = None) -> Path:
@@ -281,7 +325,29 @@ class Trainer:
         raise ConfigError("nothing is sent to the hub: trainer.save_model(FOLDER), and upload that")
 
     def add_callback(self, callback: Any) -> None:
-        self.callbacks.append(callback() if isinstance(callback, type) else callback)
+        self.callbacks += transformers_callbacks.checked([callback])
+
+    def remove_callback(self, callback: Any) -> None:
+        kind = callback if isinstance(callback, type) else type(callback)
+        self.callbacks = [each for each in self.callbacks if each is not callback and type(each) is not kind]
+
+    def is_world_process_zero(self) -> bool:
+        return True
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        print("\n".join([f"***** {split} metrics *****", *(f"  {name} = {metrics[name]}" for name in sorted(metrics))]))
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        self._write(f"{split}_results.json", metrics)
+
+    def save_state(self) -> None:
+        self._write("trainer_state.json", asdict(self.state))
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        write_file(self._trained().dir / name, json.dumps(content, indent=2, default=str) + "\n")
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """`async-rl export` writes one."""
 
     def end(self) -> None:
         """Nothing is left to end."""
@@ -303,44 +369,9 @@ def _refuse(**given: tuple[Any, str]) -> None:
             raise ConfigError(f"{name} is {value!r:.200}: {reason}; leave it out")
 
 
-def _model_name(model: Any, processing_class: Any) -> str:
-    if not isinstance(model, str | os.PathLike):
-        raise ConfigError(
-            f"model is a {type(model).__name__}: give a folder, model.save_pretrained(FOLDER), or a name of the hub; "
-            "ranks load it themselves"
-        )
-    name = str(model)
-    tokenizer = getattr(processing_class, "name_or_path", name)
-    if tokenizer != name and Path(tokenizer).absolute() != Path(name).absolute():
-        raise ConfigError(
-            f"processing_class is of {tokenizer!r}, model is {name!r}: prompts have the model's own tokenizer; save "
-            "both to one folder, and name that"
-        )
-    return name
-
-
-def _rows(name: str, given: Any) -> Any:
-    """A data set whose rows have a prompt.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if given is None:
-        raise ConfigError(f"{name} is missing: give rows with a prompt")
-    require_rows(name, given)
-    first = next(iter(given))
-    if not isinstance(first, Mapping) or not isinstance(first.get("prompt"), str | list):
-        raise ConfigError(f"{name} has the row {first!r:.200}: expected a dictionary with a prompt, text or messages")
-    return given
-
-
-def _room_for_prompts(model: str, rows: Any, responses: int) -> int:
-    """Tokens that the longest prompt may have, as far as its bytes and the model's positions say."""
-    positions = ModelFiles.find(model, is_whole=False).config.get("max_position_embeddings")
-    prompts = [row["prompt"] for some in rows for row in some]
-    longest = max(len((p if isinstance(p, str) else json.dumps(p, ensure_ascii=False)).encode()) for p in prompts)
-    longest += ROOM if isinstance(prompts[0], str) else TEMPLATE_ROOM
-    return max(1, min(longest, positions - responses)) if isinstance(positions, int) else longest
+def _recomputes(args: Arguments) -> bool:
+    newer = args.activation_checkpointing
+    return bool(args.gradient_checkpointing if newer is None else newer)
 
 
 def _means(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:

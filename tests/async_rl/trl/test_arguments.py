@@ -1,9 +1,11 @@
 """Every field of TRL's configs: mapped to something that changes, without an effect, or refused by name."""
 
 import json
+import pickle
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,12 +76,13 @@ OTHERS: dict[str, Any] = {
     "sapo_temperature_neg": {"loss_type": "sapo", "sapo_temperature_neg": 1.2},
     "sapo_temperature_pos": {"loss_type": "sapo", "sapo_temperature_pos": 1.2},
     "lr_scheduler_type": "constant",
-    "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+    "lr_scheduler_kwargs": None,
     "warmup_steps": 2,
     "optim": None,
     "bf16": True,
     "use_cpu": None,
     "gradient_checkpointing": None,
+    "activation_checkpointing": None,
     "model_init_kwargs": {"dtype": "bfloat16"},
     "report_to": ["wandb"],
     "logging_strategy": None,
@@ -152,6 +155,27 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a typo": ({"num_generation": 4}, "GRPOConfig has no argument 'num_generation': did you mean 'num_generations'?"),
     "several": ({"top_p": 0.9, "optim": "sgd"}, "optim is 'sgd'"),
     "the best": ({"save_strategy": "best"}, "save_strategy is 'best'"),
+    "a number as text": ({"learning_rate": "1e-5"}, "learning_rate is '1e-5': expected a number"),
+    "none": ({"logging_steps": None, "beta": None}, "logging_steps is None: expected a number"),
+    "half a step": (
+        {"gradient_accumulation_steps": 2.5},
+        "gradient_accumulation_steps is 2.5: expected a whole number",
+    ),
+    "no number": ({"num_train_epochs": float("nan")}, "num_train_epochs is nan: expected a number"),
+    "no epochs": ({"num_train_epochs": 0}, "num_train_epochs is 0, and max_steps -1: expected one of them above 0"),
+    "no steps of a generation": (
+        {"steps_per_generation": 0},
+        "steps_per_generation is 0: expected a whole number above",
+    ),
+    "yes as text": ({"use_vllm": "no"}, "use_vllm is 'no': expected True or False"),
+    "one weight": ({"reward_weights": 1.0}, "reward_weights is 1.0: expected a list"),
+    "text for a dictionary": ({"lr_scheduler_kwargs": "cosine"}, "lr_scheduler_kwargs is 'cosine': expected a dict"),
+    "an interval": ({"save_steps": 0}, "save_steps is 0: expected a whole number above 0, or a share"),
+    "part of a step": ({"logging_steps": 1.5}, "logging_steps is 1.5: expected a whole number above 0"),
+    "a negative warm-up": ({"warmup_steps": -1}, "warmup_steps is -1: expected 0, a number of steps"),
+    "a strategy": ({"eval_strategy": "step"}, "eval_strategy is 'step': expected one of no, steps, epoch"),
+    "no minimum": ({"lr_scheduler_type": "cosine_with_min_lr"}, "expected min_lr_rate or min_lr, the cosine's minimum"),
+    "a revision": ({"model_init_kwargs": {"revision": "v1"}}, "model_init_kwargs has revision = 'v1'"),
     "JSON": ({"model_init_kwargs": "{x"}, "expected JSON"),
 }
 
@@ -162,6 +186,23 @@ def test_what_would_mean_something_else_is_refused(what: str, model: str) -> Non
     with pytest.raises(ConfigError) as caught:
         config_of(model, **given)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("norm", [None, 0.0])
+def test_no_largest_norm_clips_nothing(norm: float | None, model: str) -> None:
+    assert config_of(model, max_grad_norm=norm).optimizer.clip_grad_norm == 1e9
+
+
+def test_a_cosine_has_its_minimum(model: str) -> None:
+    given = {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 1e-4, "lr_scheduler_kwargs": {"min_lr": 1e-5}}
+    assert config_of(model, **given).optimizer.min_learning_rate_ratio == pytest.approx(0.1)
+
+
+def test_callbacks_ask_it_what_they_ask_theirs() -> None:
+    args = GRPOConfig("~/run", metric_for_best_model="reward")
+    assert (args.world_size, args.process_index, args.should_save, args.greater_is_better) == (1, 0, True, True)
+    assert args.output_dir == str(Path.home() / "run") and json.loads(args.to_json_string())["beta"] == 0.0
+    assert pickle.loads(pickle.dumps(args)) == args == replace(args) and args.to_sanitized_dict()["min_p"] == "None"
 
 
 def test_rloo_is_a_sum_over_tokens(model: str) -> None:
@@ -229,6 +270,7 @@ print(json.dumps({c.__name__: {f.name: of(f) for f in dataclasses.fields(c)} for
 def test_trls_parser_fills_it_from_a_command_line() -> None:
     words = ["--output_dir", "o", "--beta", "0.1", "--bf16", "false", "--scale_rewards", "batch", "--max_steps", "7"]
     words += ["--model_init_kwargs", '{"dtype": "float32"}', "--log_completions", "--lr_scheduler_type", "cosine"]
+    words += ["--reward_weights", "1.0", "0.5"]
     code = f"""
 import json, sys
 from trl import TrlParser
@@ -240,6 +282,7 @@ print(json.dumps(args.to_dict()))
     done = subprocess.run([str(TRL_PYTHON), "-c", code], capture_output=True, text=True, timeout=120)
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["beta"], found["bf16"], found["scale_rewards"], found["max_steps"]) == (0.1, False, "batch", 7)
+    assert found["reward_weights"] == [1.0, 0.5]
     assert found["model_init_kwargs"] == {"dtype": "float32"} and found["lr_scheduler_type"] == "cosine"
 
 

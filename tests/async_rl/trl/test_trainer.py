@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PretrainedConfig, TrainerCallback
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PrinterCallback,
+    TrainerCallback,
+)
 
 from async_rl.errors import ConfigError, RewardError
 from async_rl.trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -44,6 +50,9 @@ class Kept(TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.events.append(("epoch", state.global_step))
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.events.append(("begin", state.global_step))
 
@@ -64,11 +73,13 @@ def test_two_weighted_rewards_train_and_are_logged_by_trls_names(
 ) -> None:
     args = GRPOConfig(str(tmp_path / "run"), reward_weights=[1.0, 0.5], **SMALL)
     kept = Kept()
-    trainer = GRPOTrainer(str(tiny_model("qwen3", tied=True)), [worth, half], args, ROWS, callbacks=[kept])
+    trainer = GRPOTrainer(
+        str(tiny_model("qwen3", tied=True)), [worth, half], args, ROWS, callbacks=[kept, PrinterCallback]
+    )
     result = trainer.train()
     assert result.global_step == 2 and trainer.run is not None
     assert trainer.config.toml() == (trainer.run.dir / "inputs" / "run.toml").read_text()
-    assert kept.events == [("begin", 0), *((e, n) for n in (1, 2) for e in ("step", "log")), ("end", 2)]
+    assert kept.events == [("begin", 0), *((e, n) for n in (1, 2) for e in ("step", "log")), ("epoch", 2), ("end", 2)]
     first, second = trainer.state.log_history
     assert first["reward"] == pytest.approx(first["rewards/worth/mean"] + 0.5 * first["rewards/half/mean"], rel=1e-5)
     assert {"loss", "grad_norm", "learning_rate", "entropy", "step_time", "completions/mean_length"} <= first.keys()
@@ -180,6 +191,7 @@ def test_a_function_gets_what_it_takes_and_none_is_nothing() -> None:
         seen.append({"completions": completions, "worth": worth})
         return [None, 2.0]
 
+    assert of_function("", lambda **_: torch.tensor([float("nan"), 1.0]))([], [], []) == [0.0, 1.0]
     found = of_function("reward_funcs[0]", takes_some)(
         prompts=["p"] * 2, completions=["a", "b"], completion_ids=[[1]] * 2, worth=[1, 1]
     )
@@ -207,6 +219,34 @@ def test_a_model_scores_prompt_and_completion_as_in_trl(tiny_model: Callable[...
     assert found == pytest.approx(expected, abs=1e-5)
 
 
+class Saves(TrainerCallback):  # type: ignore[misc]
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None: ...
+
+
+class TakesModel:
+    def on_log(self, args: Any, state: Any, control: Any, model: Any, logs: Any) -> None: ...
+
+
+def test_another_tokenizer_in_memory_is_refused(tiny_model: Callable[..., Path]) -> None:
+    """But for its padding, which no process here uses."""
+    model = tiny_model("qwen3")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer.eos_token, "left"
+    args = GRPOConfig("o", max_completion_length=16)
+    GRPOTrainer(str(model), half, args, ROWS, processing_class=tokenizer)
+    tokenizer.chat_template = "other"
+    with pytest.raises(ConfigError, match="processing_class has another chat_template"):
+        GRPOTrainer(str(model), half, args, ROWS, processing_class=tokenizer)
+
+
+def test_a_trainer_that_computes_something_else_is_refused(tiny_model: Callable[..., Path]) -> None:
+    class Mine(GRPOTrainer):
+        def compute_loss(self, *_: Any) -> None: ...
+
+    with pytest.raises(ConfigError, match="Mine has compute_loss, which nothing calls here"):
+        Mine(str(tiny_model("qwen3")), half, GRPOConfig("o", max_completion_length=16), ROWS)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a loaded model": ({"model": PretrainedConfig()}, "model is a PreTrainedConfig: give a folder"),
     "no rewards": ({"reward_funcs": []}, "reward_funcs is empty"),
@@ -228,6 +268,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no LoRA": ({"peft_config": {"r": 4}}, "expected peft's LoraConfig"),
     "TRL's own config": ({"args": SimpleNamespace()}, "import GRPOConfig from async_rl.trl, too"),
     "no rows to evaluate": ({"args": GRPOConfig("o", eval_strategy="steps")}, "eval_dataset is missing: give it"),
+    "a row without a prompt": ({"train_dataset": [*ROWS, {"prompt": None}]}, r"row 16 \(from 0\) is {'prompt': None}"),
+    "a row of another kind": ({"train_dataset": [*ROWS, *CHATS]}, r"row 16 .* expected text in all of them"),
+    "rows of another kind": ({"eval_dataset": CHATS}, r"eval_dataset, row 0 .* expected text in all of them"),
+    "one callback": ({"callbacks": TrainerCallback()}, "expected a list of them"),
+    "a callback on saving": ({"callbacks": [Saves]}, r"callbacks\[0\], Saves, has on_save, which does not come here"),
+    "a callback with a model": ({"callbacks": [TakesModel()]}, "cannot be called at on_log: missing .* 'model'"),
+    "a missing reward model": ({"reward_funcs": "/none/such"}, r"reward_funcs\[0\] '/none/such' does not exist"),
+    "a section that is none": ({"settings": {"trainer": None}}, r"settings\['trainer'\] is None"),
     "a bad section": ({"settings": {"optimizer": {"learning_rat": 1}}}, "learning_rat"),
 }
 
