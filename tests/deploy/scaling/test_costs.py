@@ -126,7 +126,7 @@ def test_runs_of_different_models_have_no_plan_in_common(tmp_path: Path) -> None
         measure(paths[0], paths[0])
     config = json.loads((paths[1] / "config.json").read_text())
     (paths[1] / "config.json").write_text(json.dumps(config | {"model": {"path": "other"}}))
-    with pytest.raises(ConfigError, match="model.path is .*, and 'other' in"):
+    with pytest.raises(ConfigError, match=r"model\.path is .*, and 'other' in"):
         measure(*paths)
 
 
