@@ -42,6 +42,9 @@ log = logging.getLogger("async_rl.evaluation.harness")
 REQUEST_TIMEOUT_S: Final = 6 * 3600
 """A request gets all its tokens in this time, however busy its instance is; lost instances end the program earlier."""
 
+FIRST_SEED: Final = 1234
+"""As lm-eval's own."""
+
 CONCURRENCY: Final = 64
 """Requests to an instance that does not say how many it takes."""
 
@@ -116,6 +119,7 @@ class Instances(LocalCompletionsAPI):  # type: ignore[misc]
     def __init__(self, config: Config, served: Served, token: str | None, template: Mapping[str, Any] | None) -> None:
         """`template`: further arguments of the chat template; None without one."""
         self._urls = itertools.cycle([f"{url}/v1/completions" for url in served.urls])
+        self._seeds = itertools.count(FIRST_SEED)
         self._token = token
         self._template = template or {}
         super().__init__(
@@ -151,6 +155,13 @@ class Instances(LocalCompletionsAPI):  # type: ignore[misc]
             **self._template,
         )
         return str(text)
+
+    def _create_payload(self, *args: Any, seed: int = 0, **others: Any) -> dict[str, Any]:
+        """Each request has a seed of its own: with the same one, repeated samples would be the same."""
+        payload: dict[str, Any] = super()._create_payload(*args, seed=next(self._seeds), **others)
+        if payload.get("stop"):
+            payload["stop"] = [each for each in payload["stop"] if each]
+        return payload
 
     async def amodel_call(self, *args: Any, generate: bool = True, gen_kwargs: Any = None, **others: Any) -> Any:
         """Texts end before what stops them, which the embedded engine includes."""

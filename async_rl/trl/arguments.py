@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from async_rl.config.keys import nearest
-from async_rl.config.other_names import TRL
+from async_rl.config.other_names import TRL, translated
 from async_rl.errors import ConfigError
 
 Default = Any
@@ -41,6 +41,7 @@ MAPPED: Final[Mapping[str, Default]] = {
     # The optimizer and the model.
     **{"learning_rate": 1e-6, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": dict, "warmup_steps": 0.0},
     **{"optim": "adamw_torch_fused", "weight_decay": 0.0, "adam_beta2": 0.999, "max_grad_norm": 1.0},
+    "router_aux_loss_coef": float,
     **{"bf16": bool, "use_cpu": False, "gradient_checkpointing": True},
     **{"activation_checkpointing": bool, "model_init_kwargs": dict},
     # What is written.
@@ -101,7 +102,6 @@ REFUSED: Final[Mapping[str, tuple[Default, str]]] = {
     "top_entropy_quantile": (1.0, "all tokens count"),
     "use_adaptive_entropy": (False, "the coefficient is constant"),
     "sync_ref_model": (False, "the reference is the initial policy"),
-    "router_aux_loss_coef": (float, "there is no auxiliary loss (docs/models.md)"),
     "cast_lm_head_to_fp32": (False, "all weights have one dtype"),
     "trust_remote_code": (False, "code of checkpoints is not run (docs/models.md)"),
     **{"adam_beta1": (0.9, TRL["adam_beta1"].note), "adam_epsilon": (1e-8, TRL["adam_epsilon"].note)},
@@ -260,6 +260,8 @@ def _made(name: str, names: Mapping[str, Default], refused: Mapping[str, tuple[D
         for each in given.keys() - names.keys():
             near = nearest(each, list(names))
             also = f": did you mean {near!r}?" if near else " of TRL 1.16"
+            if each in TRL:
+                also = f" of TRL 1.16: {translated(each)}; give it with settings={{...}}"
             raise ConfigError(f"{name} has no argument {each!r}{also}")
         init(self, *arguments, **given)
 

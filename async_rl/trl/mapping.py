@@ -6,7 +6,7 @@
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,8 @@ def require_mapped(args: Arguments) -> None:
 
 
 def _faults(args: Arguments) -> Iterator[str]:
+    if args.router_aux_loss_coef:
+        yield f"router_aux_loss_coef is {args.router_aux_loss_coef:g}: there is no auxiliary loss; set it to 0"
     if args.optim not in ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"):
         yield f"optim is {args.optim!r}: {TRL['optim'].note}"
     if args.lr_scheduler_type not in SCHEDULES:
@@ -95,6 +97,8 @@ def _faults(args: Arguments) -> Iterator[str]:
 
 def _faults_of_loss(args: Arguments) -> Iterator[str]:
     if is_rloo(args):
+        if args.mask_truncated_completions:
+            yield "mask_truncated_completions is True: TRL's RLOO counts what it masks; leave it at False"
         return
     losses = ("grpo", "dapo", "dr_grpo", "cispo", "sapo")
     if args.loss_type not in losses:
@@ -104,6 +108,16 @@ def _faults_of_loss(args: Arguments) -> Iterator[str]:
         )
     elif args.loss_type == "cispo" and (args.epsilon_high or 0) < 1:
         yield f"epsilon_high is {args.epsilon_high}: of cispo it is the largest ratio; name a number above 1, such as 5"
+    if args.mask_truncated_completions and args.loss_type not in ("dapo", "cispo"):
+        yield (
+            f"mask_truncated_completions is True and loss_type {args.loss_type!r}: there TRL counts what it masks; "
+            "take 'dapo'"
+        )
+    if args.entropy_coef and (args.loss_type != "dapo" or args.gradient_accumulation_steps > 1):
+        yield (
+            f"entropy_coef is {args.entropy_coef:g}: TRL's is a mean over each micro-batch; take loss_type 'dapo', and "
+            "gradient_accumulation_steps 1 with a larger per_device_train_batch_size"
+        )
     if args.importance_sampling_level not in ("token", "sequence"):
         yield f"importance_sampling_level is {args.importance_sampling_level!r}: expected 'token' or 'sequence'"
     elif args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
@@ -157,11 +171,9 @@ def batch_of(args: Arguments) -> Batch:
         raise ConfigError("generation_batch_size and steps_per_generation say the same: leave one of them out")
     if generated is None:
         generated = per_device * (args.steps_per_generation or accumulated)
-    stepped = per_device * accumulated
-    # An optimizer step of several batches of generations is one larger batch: all have the same weights.
-    size = max(int(generated), stepped)
-    if size % stepped or size % int(generated):
-        raise ConfigError(f"{named} and a generation batch of {generated}: expected one to be a multiple of the other")
+    stepped, size = per_device * accumulated, int(generated)
+    if size % stepped or not size:
+        raise ConfigError(f"{named} and a generation batch of {generated}: expected a multiple of an optimizer step's")
     if size % responses:
         raise ConfigError(f"{named} makes {size} responses, not whole groups of num_generations {responses}")
     return Batch(size // responses, responses, size // stepped)
@@ -278,6 +290,18 @@ def iterations_of(args: Arguments, batch: Batch, num_rows: int) -> int:
     return max(1, math.ceil(num_rows // batch.prompts * float(args.num_train_epochs)))
 
 
+def require_no_auxiliary_loss(args: Arguments, config: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: TRL would add the loss that balances the experts of a model with this config.json.
+    """
+    if args.router_aux_loss_coef is None and (coefficient := config.get("router_aux_loss_coef")):
+        raise ConfigError(
+            f"the model's router_aux_loss_coef is {coefficient:g}, by which TRL adds a loss that is not offered here: "
+            "set router_aux_loss_coef=0.0, which leaves it out in both"
+        )
+
+
 def device_of(args: Arguments) -> str:
     if args.use_cpu:
         return "cpu"
@@ -326,7 +350,8 @@ def inference_of(args: Arguments, device: str, run_dir: str) -> dict[str, Sectio
 def records_of(args: Arguments, batch: Batch, iterations: int) -> dict[str, Section]:
     """The sections of checkpoints, evaluations and trackers."""
     total, epoch = iterations * batch.steps, max(1, round(iterations / args.num_train_epochs))
-    every = {"no": 0, "epoch": epoch, "steps": batch.iterations_of(args.save_steps, total)}[args.save_strategy]
+    # In any case the last one, which is what is evaluated and exported.
+    every = {"no": iterations, "epoch": epoch, "steps": batch.iterations_of(args.save_steps, total)}[args.save_strategy]
     evaluated = batch.iterations_of(args.eval_steps or args.logging_steps, total)
     return {
         "checkpoint": {"every": every, "keep": args.save_total_limit or ALL_CHECKPOINTS},

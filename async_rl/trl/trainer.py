@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 from async_rl.api.inputs import FOLDER, Inputs
 from async_rl.api.run import Run, open_run, train
 from async_rl.api.settings import Config, tree_of
+from async_rl.checks.preflight.model import ModelFiles
+from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.errors import ConfigError
 from async_rl.shared.files import write_file
 from async_rl.trl import callbacks as transformers_callbacks
@@ -32,6 +34,7 @@ from async_rl.trl.mapping import (
     optimizer_of,
     records_of,
     require_mapped,
+    require_no_auxiliary_loss,
 )
 from async_rl.trl.rewards import MODEL_TIMEOUT_S, parts_of
 
@@ -153,6 +156,7 @@ class Trainer:
         args, batch = self.args, self._batch
         device = device_of(args)
         is_chat = not isinstance(rows[0]["prompt"], str)
+        require_no_auxiliary_loss(args, ModelFiles.find(model, is_whole=False).config)
         algorithm = algorithm_of(args, [part["label"] for part in self._parts])
         sections: dict[str, Section] = {
             "model": {"path": model, "dtype": dtype_of(args, device)},
@@ -169,7 +173,12 @@ class Trainer:
             },
             "algorithm": algorithm,
             "optimizer": optimizer_of(args, batch, iterations),
-            "train": {"iterations": iterations, "steps_per_batch": batch.steps},
+            "train": {
+                "iterations": iterations,
+                "steps_per_batch": batch.steps,
+                # Totals of a batch are needed before its first gradient.
+                "mode": "synchronous" if AlgorithmSection(**algorithm).waits_for_batch else "periodic",
+            },
             "trainer": {
                 "device": device,
                 "recompute": "full" if _recomputes(args) and device != "cpu" else "none",

@@ -93,6 +93,7 @@ OTHERS: dict[str, Any] = {
     "save_strategy": "no",
     "save_total_limit": 3,
     "resume_from_checkpoint": None,
+    "router_aux_loss_coef": None,
 }
 """Values that must change the config, with what they need; None: it shows elsewhere, or not on a CPU."""
 
@@ -143,7 +144,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "cispo": ({"loss_type": "cispo"}, "epsilon_high is None: of cispo it is the largest ratio"),
     "gspo": ({"importance_sampling_level": "sequence"}, "GSPO's is 'grpo'"),
     "groups": ({"num_generations": 3}, "not whole groups of num_generations 3"),
-    "steps": ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "expected one to be a multiple"),
+    "steps": (
+        {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
+        "expected a multiple of an optimizer step's",
+    ),
     "both": ({"steps_per_generation": 2, "generation_batch_size": 8}, "say the same"),
     "max_steps": ({"steps_per_generation": 2, "max_steps": 3}, "max_steps is 3"),
     "the KL of several steps": ({"steps_per_generation": 2, "beta": 0.1}, "set use_bias_correction_kl=False"),
@@ -152,6 +156,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "loading": ({"model_init_kwargs": {"load_in_4bit": True}}, "model_init_kwargs has load_in_4bit = True"),
     "a dtype": ({"model_init_kwargs": {"dtype": "float16"}}, "dtype 'float16': expected 'float32' or 'bfloat16'"),
     "weights": ({"reward_weights": [1.0]}, "reward_weights has 1 numbers, reward_funcs 2"),
+    "a batch of several generations": (
+        {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+        "expected a multiple of an optimizer step's",
+    ),
+    "masks that count": ({"loss_type": "grpo", "mask_truncated_completions": True}, "there TRL counts what it masks"),
+    "entropy by micro-batch": ({"entropy_coef": 0.1, "gradient_accumulation_steps": 2}, "a mean over each micro-batch"),
+    "a loss of the router": ({"router_aux_loss_coef": 0.1}, "router_aux_loss_coef is 0.1: there is no auxiliary loss"),
+    "a setting of ours": ({"max_prompt_length": 99}, "TRL's max_prompt_length is 'prompts.max_prompt_tokens' here"),
     "a typo": ({"num_generation": 4}, "GRPOConfig has no argument 'num_generation': did you mean 'num_generations'?"),
     "several": ({"top_p": 0.9, "optim": "sgd"}, "optim is 'sgd'"),
     "the best": ({"save_strategy": "best"}, "save_strategy is 'best'"),
@@ -205,6 +217,21 @@ def test_callbacks_ask_it_what_they_ask_theirs() -> None:
     assert pickle.loads(pickle.dumps(args)) == args == replace(args) and args.to_sanitized_dict()["min_p"] == "None"
 
 
+def test_what_balances_experts_is_left_out_only_if_that_is_said(tmp_path: Path) -> None:
+    model = str(make_tiny_model(tmp_path / "model", "qwen3_moe"))
+    with pytest.raises(ConfigError, match=r"set router_aux_loss_coef=0\.0"):
+        config_of(model)
+    assert config_of(model, router_aux_loss_coef=0.0).model.path == model
+
+
+def test_a_deviation_of_the_batch_waits_for_it(model: str) -> None:
+    modes = [
+        config_of(model, scale_rewards=scale, beta=beta, use_bias_correction_kl=False).train.mode
+        for scale, beta in (("group", 0.1), ("batch", 0.0), ("batch", 0.1))
+    ]
+    assert modes == ["periodic", "periodic", "synchronous"]
+
+
 def test_rloo_is_a_sum_over_tokens(model: str) -> None:
     config = config_of(model, RLOOConfig, max_grad_norm=2.0)
     assert (config.algorithm.name, config.algorithm.normalize, config.algorithm.kl_in) == ("rloo", "constant", "reward")
@@ -218,7 +245,6 @@ def test_rloo_is_a_sum_over_tokens(model: str) -> None:
         ({}, (1, 8, 1)),
         ({"gradient_accumulation_steps": 4}, (4, 8, 1)),
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 8, "num_generations": 4}, (16, 4, 4)),
-        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2}, (4, 8, 1)),
         ({"generation_batch_size": 32, "num_generations": 2}, (16, 2, 4)),
     ],
 )

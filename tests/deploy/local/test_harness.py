@@ -109,6 +109,18 @@ def test_choices_and_texts_are_those_of_transformers(tiny_model: Callable[..., P
 
 
 @lm_eval
+@pytest.mark.distributed
+def test_repeated_samples_of_a_row_differ(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path)
+    text = (tasks / "text.yaml").read_text().replace("do_sample: false", "do_sample: true, temperature: 1.0")
+    (tasks / "text.yaml").write_text(text.replace('["e"]', '[""]') + "repeats: 4\n")
+    done = evaluate(tiny_model(), tasks, "my_text", "--limit", "2", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for sample in samples(tmp_path / "out", "my_text"):
+        assert len(set(sample["resps"][0])) > 1, sample["resps"]
+
+
+@lm_eval
 @pytest.mark.nightly
 @pytest.mark.distributed
 def test_adapters_and_chat_templates_are_applied(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -317,3 +317,5 @@ def test_echoed_prompts_have_the_models_log_probs(
             assert tops == pytest.approx(likeliest, abs=1e-4)
     refused = httpx.post(f"{served.url}/v1/completions", json={**body, "stream": True}, timeout=60)
     assert refused.status_code == 400 and "leave stream or echo out" in refused.text
+    refused = httpx.post(f"{served.url}/v1/completions", json={**body, "num_continued": 1}, timeout=60)
+    assert refused.status_code == 400 and "num_continued = 1 beside echo and logprobs" in refused.text
