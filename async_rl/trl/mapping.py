@@ -90,7 +90,8 @@ def _faults(args: Arguments) -> Iterator[str]:
     if unknown := [name for name in names if name not in (*TRACKERS, "none")]:
         yield f"report_to has {unknown[0]!r}: expected some of {', '.join(TRACKERS)}, or 'none'"
     for name in (args.model_init_kwargs or {}).keys() - {"dtype", "torch_dtype", *INIT_WITHOUT_EFFECT}:
-        if (value := args.model_init_kwargs[name]) not in (None, False):
+        # TRL's own scripts name the branch.
+        if (value := args.model_init_kwargs[name]) not in (None, False) and (name, value) != ("revision", "main"):
             yield f"model_init_kwargs has {name} = {value!r}: the checkpoint is read as it is; save it that way"
     yield from _faults_of_loss(args)
 
