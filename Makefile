@@ -24,6 +24,8 @@ VERIFIERS_READY := $(VERIFIERS_VENV)/.ready
 PEERS_READY := $(PEERS_VENV)/.ready
 TRACKERS_VENV := .venv-trackers
 TRACKERS_READY := $(TRACKERS_VENV)/.ready
+HARNESS_VENV := .venv-harness
+HARNESS_READY := $(HARNESS_VENV)/.ready
 # Its theme announces its successor with each build.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 WORKERS := --numprocesses 4 --dist loadfile --no-loadscope-reorder
@@ -34,7 +36,7 @@ FAST := not distributed and not computes and not nightly and not devices and not
 # Where it is set, every process that a test starts would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test test-fast test-all test-as-intel test-layouts test-gpu test-devices test-vllm test-agents test-trackers test-browser test-peers vllm containers check docs format clean
+.PHONY: quickstart test test-fast test-all test-as-intel test-layouts test-gpu test-devices test-vllm test-agents test-trackers test-harness test-browser test-peers vllm containers check docs format clean
 .PHONY: bench-adapters bench-overlap bench-shared-prompt bench-weight-sync bench-producer bench-chaos bench-gpu \
 	bench-between-hosts bench-long-context bench-memory bench-peers bench-dock bench-plan bench-system
 
@@ -55,7 +57,7 @@ test-fast: $(READY)
 test-all: test
 	$(BIN)/python -m pytest -m "$(NIGHT)" $(WORKERS) --numprocesses 2 $(ARGS)
 	$(MAKE) test-vllm VLLM=vllm
-	$(MAKE) test-agents test-trackers test-peers
+	$(MAKE) test-agents test-trackers test-harness test-peers
 
 # With the kernels that MKL has for processors of Intel, whatever this one is: exact mode takes others there.
 test-as-intel: $(READY)
@@ -83,6 +85,10 @@ test-agents: $(READY) $(AGENTS_READY) $(VERIFIERS_READY)
 # Experiment trackers, which write to this machine only.
 test-trackers: $(READY) $(TRACKERS_READY)
 	$(BIN)/python -m pytest -m trackers tests/async_rl/records $(ARGS)
+
+# Standard tasks, against transformers.
+test-harness: $(READY) $(HARNESS_READY)
+	PYTHONPATH=$(CURDIR) $(HARNESS_VENV)/bin/python -m pytest -m "" tests/deploy/local/test_harness.py $(ARGS)
 
 # The dashboard in headless Chromium, which `make test` leaves out where there is none.
 test-browser: $(READY)
@@ -190,6 +196,14 @@ $(TRACKERS_READY): Makefile
 	$(TRACKERS_VENV)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(TRACKERS_VENV)
 	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		wandb==0.31.0 mlflow-skinny==3.17.2 trackio==0.43.0 "pydantic>=2.12,<3"
+	touch $@
+
+# What lm-eval needs beside $(VENV), which lies below it: with scipy there, every start would import that.
+$(HARNESS_READY): $(READY)
+	$(HARNESS_VENV)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(HARNESS_VENV)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+		"$$($(HARNESS_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth"
+	$(HARNESS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "lm-eval[api]"
 	touch $@
 
 # Its harnesses install their own packages with uv, at their first start.

@@ -17,6 +17,7 @@ object:
 import argparse
 import json
 import logging
+import math
 import os
 import random
 import statistics
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -117,8 +119,12 @@ def train(checkpoint: str, rank: int | None, size: str, repeats: int) -> dict[st
         trainer.accumulate(window)
         trainer.optimizer_step()
 
+    def of_onednn(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * math.prod(x_shape) * weight_shape[0]
+
     # The first step, which touches its memory for the first time, is counted and not timed.
-    with FlopCounterMode(display=False) as counter:
+    by_onednn = {torch.ops.mkldnn._linear_pointwise: of_onednn}
+    with FlopCounterMode(display=False, custom_mapping=by_onednn) as counter:
         step()
     for _ in range(repeats):
         started = time.perf_counter()

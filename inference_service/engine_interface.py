@@ -61,6 +61,7 @@ class Choice:
     finish_reason: FinishReason | None
     stop_reason: int | None
     routes: npt.NDArray[Any] | None = None
+    prompt_samples: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,11 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    async def generate(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> list[Choice]:
-        """Samples `params.n` responses; waits for a free slot, and while the engine is paused.
+    async def generate(
+        self, request_id: str, prompt: Sequence[int], params: SamplingParams, scores_prompt: bool = False
+    ) -> list[Choice]:
+        """Samples `params.n` responses; waits for a free slot, and while the engine is paused. Where it `scores_prompt`
+        they have the log-probs of the prompt's tokens but the first, under the raw model.
 
         Cancelling the coroutine cancels the request in the engine.
 

@@ -23,6 +23,8 @@ DOCS = [path for path in DOCS if path.name != "CHANGELOG.md"]  # it names files 
 FOLDERS = ("async_rl", "inference_service", "trainer", "deploy", "benchmarks", "tests", "examples", "recipes")
 FILES = (".py", ".toml", ".jsonl", ".json", ".safetensors")
 NO_KEYS = {
+    # Of Python.
+    *("trainer.run", "trainer.config"),
     # Of verl, whose sections have the same names.
     *("algorithm.gamma", "algorithm.lam", "algorithm.rollout_correction"),
     *("critic.cliprange_value", "critic.model.path", "critic.optim.lr"),

@@ -79,13 +79,14 @@ def evaluate(
 
 
 def of_run(config: Config, reward: Any) -> EvaluationOptions:
-    """How a run renders its prompts and, unless there is another `reward`, scores its responses."""
+    """How a run renders its prompts, ends responses and, unless there is another `reward`, scores them."""
     tree = config.model_dump(exclude_unset=True)
     taken = {"prompts": ("columns", "chat_template", "system_prompt", "max_prompt_tokens")}
     settings = {name: {k: v for k, v in tree.get(name, {}).items() if k in keys} for name, keys in taken.items()}
     if reward is None:
         settings["reward"] = tree.get("reward", {})
-    return {"settings": settings, "program": tree.get("rollout", {}).get("program")}
+    limit = config.rollout.max_response_tokens
+    return {"settings": settings, "program": tree.get("rollout", {}).get("program"), "max_tokens": limit}
 
 
 def finished(command: Command) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import FrameType
@@ -41,7 +41,7 @@ log = logging.getLogger("async_rl.evaluation")
 
 def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end)
     parser = Parser(
         "python -m async_rl.evaluation",
         "Evaluates what running instances serve.",
@@ -83,7 +83,7 @@ async def evaluate(config: Config, out: Path, token: str | None) -> None:
         await pool.wait_until_ready(publishes=False)
         for loaded in sets:
             _require_room(config.rollout, loaded, pool.max_model_len)
-        version = await _put_in_service(pool)
+        version, _ = await put_in_service(pool)
         maker = make_group_maker(config, pool, tokenizer, reward)
         closing.push_async_callback(maker.close)
         await maker.start()
@@ -109,9 +109,9 @@ def _require_complete(results: Sequence[SetResult], first_failure: str) -> None:
         raise InstanceError(f"{num_missing} of {total} prompts could not be evaluated; the first one: {first_failure}")
 
 
-async def _put_in_service(pool: InferencePool) -> WeightVersion:
-    """Sets the version that the instances serve, which must be one, as the version to evaluate. Instances that were not
-    healthy in time are left out."""
+async def put_in_service(pool: InferencePool) -> tuple[WeightVersion, Collection[str]]:
+    """Sets the version that the instances serve, which must be one, as the version to evaluate; returns it and their
+    URLs. Instances that were not healthy in time are left out."""
     members = [member for member in await pool.begin_publish() if member.client.knows_its_server]
     versions = {}
     for member in members:
@@ -125,10 +125,10 @@ async def _put_in_service(pool: InferencePool) -> WeightVersion:
         raise StaleWeights(f"the instances serve different weight versions, {versions}: evaluate one at a time")
     version = next(iter(versions.values()))
     await pool.end_publish(version, versions)
-    return version
+    return version, versions
 
 
-def _end(signum: int, frame: FrameType | None) -> None:
+def end(signum: int, frame: FrameType | None) -> None:
     """SIGTERM ends the program by an exception, so that everything it opened is closed."""
     sys.exit(128 + signum)
 

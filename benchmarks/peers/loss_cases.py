@@ -1,10 +1,12 @@
-"""What `losses.py` compares: settings of both sides that mean the same, and the samples that both get."""
+"""What `losses.py` compares: settings of TRL, what `async_rl.trl` makes of them, and the samples that both get."""
 
 import math
 import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from async_rl.trl import GRPOConfig, RLOOConfig
+from async_rl.trl.mapping import algorithm_of
 from benchmarks.common.random_model import SIZES
 
 SIZE = SIZES["tiny"]
@@ -21,15 +23,17 @@ LARGE = 1e5
 
 @dataclass(frozen=True)
 class Case:
-    """`[algorithm]` here, and the trainer of TRL with its settings; `micro_batches` are TRL's of a step.
+    """The trainer of TRL with its settings; `micro_batches` are TRL's of a step.
+
+    `[algorithm]` here is what `async_rl.trl` makes of these, unless `given` says it.
 
     The content of a response has `lengths` tokens, at least and at most, and an end if it `ends` at all. Our rewards
     are `times` TRL's: without a deviation they multiply the gradient. `eps` is AdamW's: where the terms of a gradient
     cancel each other, what rounding leaves of them is as large as the default, and would decide steps.
     """
 
-    ours: dict[str, Any]
     theirs: dict[str, Any]
+    given: dict[str, Any] | None = None
     trainer: Literal["GRPOTrainer", "RLOOTrainer", "OnlineDPOTrainer"] = "GRPOTrainer"
     micro_batches: int = 2
     steps_per_batch: int = 2
@@ -38,6 +42,24 @@ class Case:
     ends: bool = True
     times: float = 1.0
     eps: float = 1e-8
+    same_loss: bool = True
+    """Or only the gradient."""
+
+    @property
+    def ours(self) -> dict[str, Any]:
+        if self.given is not None:
+            return self.given
+        size = self.responses * PROMPTS_PER_BATCH
+        batch: dict[str, Any] = {
+            "per_device_train_batch_size": size // self.steps_per_batch,
+            "num_generations": self.responses,
+        }
+        batch |= {"steps_per_generation": self.steps_per_batch} if self.steps_per_batch > 1 else {}
+        batch["use_vllm"] = "vllm_importance_sampling_mode" in self.theirs
+        if self.trainer == "RLOOTrainer":
+            # A KL in the reward is of log-probs that the instances reported, which are made up here.
+            return algorithm_of(RLOOConfig(**batch, **{"beta": 0.0} | self.theirs), [])
+        return algorithm_of(GRPOConfig(**batch, **{"use_bias_correction_kl": False} | self.theirs), list(PARTS))
 
     @property
     def reward_scale(self) -> float:
@@ -45,25 +67,23 @@ class Case:
         return LARGE if divided else 1.0
 
 
-IMPORTANCE = {
-    "importance_high": 1.3,
-}
+IMPORTANCE_HIGH = 1.3
 GDPO_WEIGHTS = {"first": 0.3 * LARGE, "second": LARGE}
 """Large, since the batch's deviation is of what they multiply."""
 CASES: dict[str, Case] = {
-    "grpo": Case({"normalize": "sequence"}, {"loss_type": "grpo"}),
-    "grpo, token": Case({"kl_coef": 0.05}, {"loss_type": "dapo", "beta": 0.05}),
-    "grpo, no deviation": Case({"scale_by_std": False}, {"loss_type": "dapo", "scale_rewards": "none"}),
-    "grpo, batch": Case({"scale_by_std": "batch"}, {"loss_type": "dapo", "scale_rewards": "batch"}),
-    "grpo, entropy": Case({"entropy_coef": 0.02}, {"loss_type": "dapo", "entropy_coef": 0.02}, micro_batches=1),
-    "grpo, mask_truncated": Case({"mask_truncated": True}, {"loss_type": "dapo", "mask_truncated_completions": True}),
-    "dr_grpo": Case({"name": "dr_grpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
-    "dapo": Case({"name": "dapo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
+    "grpo": Case({"loss_type": "grpo"}),
+    "grpo, token": Case({"loss_type": "dapo", "beta": 0.05}),
+    "grpo, no deviation": Case({"loss_type": "dapo", "scale_rewards": "none"}),
+    "grpo, batch": Case({"loss_type": "dapo", "scale_rewards": "batch"}),
+    "grpo, entropy": Case({"loss_type": "dapo", "entropy_coef": 0.02}, micro_batches=1),
+    "grpo, mask_truncated": Case({"loss_type": "dapo", "mask_truncated_completions": True}),
+    "dr_grpo": Case({"loss_type": "dr_grpo", "scale_rewards": "none"}),
+    "dapo": Case({"loss_type": "dapo", "epsilon_high": 0.28}),
     # Its ratio is a token's, TRL's is a whole response's: they are the same in responses of one token, and where the
     # ratio is 1. There the divisor of TRL's loss is the number of responses.
     "rloo, responses of one token": Case(
-        {"name": "rloo", "clip_low": 0.08, "clip_high": 0.1},
         {"epsilon": 0.08, "epsilon_high": 0.1},
+        {"name": "rloo", "clip_low": 0.08, "clip_high": 0.1},
         trainer="RLOOTrainer",
         responses=8,
         lengths=(1, 1),
@@ -71,7 +91,6 @@ CASES: dict[str, Case] = {
         eps=1e-5,
     ),
     "rloo, one step per batch": Case(
-        {"name": "rloo", "normalize": "constant"},
         {},
         trainer="RLOOTrainer",
         steps_per_batch=1,
@@ -81,30 +100,31 @@ CASES: dict[str, Case] = {
     ),
     # Wider than the paper's, so that some responses are clipped and some are not.
     "gspo": Case(
-        {"name": "gspo", "clip_low": 0.05, "clip_high": 0.06},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.06},
     ),
-    "cispo": Case({"name": "cispo", "clip_high": 0.05}, {"loss_type": "cispo", "epsilon_high": 1.05}),
-    "sapo": Case({"name": "sapo"}, {"loss_type": "sapo"}),
+    "cispo": Case({"loss_type": "cispo", "epsilon_high": 1.05}),
+    "sapo": Case({"loss_type": "sapo"}),
     "gdpo": Case(
-        {"name": "gdpo", "options": {"weights": GDPO_WEIGHTS}},
         {
             "loss_type": "dapo",
             "multi_objective_aggregation": "normalize_then_sum",
             "reward_weights": list(GDPO_WEIGHTS.values()),
         },
     ),
-    "online_dpo": Case({"name": "online_dpo"}, {"beta": 0.1}, trainer="OnlineDPOTrainer", micro_batches=1, responses=2),
+    "grpo, bias-corrected KL": Case(
+        {"loss_type": "dapo", "beta": 0.05, "use_bias_correction_kl": True}, steps_per_batch=1, same_loss=False
+    ),
+    "grpo, other limits": Case({"loss_type": "grpo", "epsilon": 0.1, "epsilon_high": 0.3, "scale_rewards": "none"}),
+    "dr_grpo, deviation": Case({"loss_type": "dr_grpo", "scale_rewards": "group"}),
+    "sapo, other temperatures": Case({"loss_type": "sapo", "sapo_temperature_neg": 1.3, "sapo_temperature_pos": 0.8}),
+    "online_dpo": Case({"beta": 0.1}, {"name": "online_dpo"}, trainer="OnlineDPOTrainer", micro_batches=1, responses=2),
     **{
         f"grpo, {mode}": Case(
-            {"importance": mode, **IMPORTANCE},
             {
                 "loss_type": "dapo",
                 "vllm_importance_sampling_mode": mode,
-                "vllm_importance_sampling_clip_min": 1 / IMPORTANCE["importance_high"]
-                if mode.endswith("mask")
-                else None,
-                "vllm_importance_sampling_clip_max": IMPORTANCE["importance_high"],
+                "vllm_importance_sampling_clip_min": 1 / IMPORTANCE_HIGH if mode.endswith("mask") else None,
+                "vllm_importance_sampling_clip_max": IMPORTANCE_HIGH,
             },
         )
         for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")

@@ -160,7 +160,7 @@ def make_trainer(work: dict[str, Any], case: dict[str, Any]) -> Any:
     model = AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32)
     if case["trainer"] == "GRPOTrainer":
         # Else a term's weight is its ratio, which has a gradient.
-        arguments = GRPOConfig(use_bias_correction_kl=False, **settings)
+        arguments = GRPOConfig(**{"use_bias_correction_kl": False, **settings})
         cls: Any = RecordingGRPO
         named["rollout_func"] = samples.roll_out
     elif case["trainer"] == "RLOOTrainer":

@@ -2,14 +2,15 @@
 `async-rl eval CONFIG.toml`. Of a run, or of adapters, it makes a checkpoint first (`async-rl export`).
 
 Starts instances of the model on this machine, or uses running ones, and samples and scores the data with them, through
-the program `async_rl.evaluation`. Every process it started ends with it, however it ends.
+the program `async_rl.evaluation`, or with `--harness` through `async_rl.evaluation.harness`. Every process it started
+ends with it, however it ends.
 """
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,24 @@ def _cell(line: Line, key: str) -> str:
     return escape(shown)
 
 
+def show_harness(console: Console, found: Any) -> None:
+    """One row per metric of a task or a group."""
+    table = Table(title="lm-eval", title_justify="left")
+    for name in ("task", "examples", "rows", "filter", "metric"):
+        table.add_column(name, overflow="fold")
+    for name in ("value", "standard error"):
+        table.add_column(name, justify="right")
+    for task, line in found["results"].items():
+        about = (task, found["n-shot"].get(task, ""), found["n-samples"].get(task, {}).get("effective", ""))
+        for key, value in line.items():
+            metric, _, kept = key.partition(",")
+            if kept and not metric.endswith("_stderr"):
+                figures = (value, line.get(f"{metric}_stderr,{kept}", ""))
+                shown = (f"{figure:.4g}" if isinstance(figure, float) else str(figure) for figure in figures)
+                table.add_row(*(escape(str(cell)) for cell in (*about, kept, metric, *shown)))
+    console.print(table)
+
+
 def results_json(model: str, results: Sequence[Line]) -> str:
     """The results as one JSON object, on one line."""
     return json.dumps({"model": model, "sets": list(results)})
@@ -103,21 +122,29 @@ class Evaluation:
 
 
 class OwnInstances:
-    """Instances that are started for one evaluation; none if running ones are named."""
+    """Instances that `start` starts for one evaluation; none if running ones are named."""
 
-    def __init__(self, deployment: Deployment, config: Config) -> None:
+    def __init__(self, config: Config) -> None:
         self.urls: Sequence[str] = config.pool.instances
+        self._processes: Sequence[Process] = ()
         self._running: list[Running] = []
+        self._starting: list[tuple[Running, str]] = []
         if not self.urls:
             ports = free_ports(num_ports(config))
-            processes, self.urls = plan_instances(config, machine=this_machine(config.trainer.device), ports=ports)
-            self._running = [deployment.start(process) for process in processes]
-        self._starting = list(zip(self._running, self.urls, strict=False))
+            self._processes, self.urls = plan_instances(
+                config, machine=this_machine(config.trainer.device), ports=ports
+            )
+
+    def start(self, deployment: Deployment) -> None:
+        """At once, or never again."""
+        if self._processes and not self._running:
+            self._running = [deployment.start(process) for process in self._processes]
+            self._starting = list(zip(self._running, self.urls, strict=True))
 
     @property
     def timeout_s(self) -> float:
         """Minimum time that the program has to wait for the instances."""
-        return START_TIMEOUT_S if self._running else 0.0
+        return START_TIMEOUT_S if self._processes else 0.0
 
     def watch(self) -> None:
         """To be called repeatedly.
@@ -133,8 +160,6 @@ class OwnInstances:
 def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> Evaluation:
     """Starts the instances if needed, and runs the program until it finishes.
 
-    The program loads at the same time as the instances, and waits for them.
-
     Raises:
         ConfigError: a value is not usable.
         ProcessFailed: an instance did not start, or the program failed; with its last log lines.
@@ -142,36 +167,76 @@ def evaluate(config_path: Path, overrides: Sequence[str], console: Console) -> E
     config = load_config(config_path, overrides)
     if not config.evaluation.sets:
         raise ConfigError(f"{str(config_path)!r} has no [[evaluation.sets]]: add one with a name and a source")
-    serves_itself = not config.pool.instances and config.inference.engine == "transformers"
+    out = config.run.dir
+    with console.status("evaluation: starting") as status:
+        num_done = 0
+
+        def show(finished: Sequence[Line]) -> None:
+            nonlocal num_done
+            num_done += len(finished)
+            status.update(f"evaluation: {num_done} of {finished[-1]['total_prompts']} prompts")
+
+        _run("async_rl.evaluation", (), config, (str(config_path), *overrides), show)
+    results, responses = (RecordFile(out / name) for name in ("results.jsonl", "responses.jsonl"))
+    return Evaluation(list(results.new_records()), list(responses.new_records()))
+
+
+def evaluate_with_harness(
+    options: argparse.Namespace, config_path: Path, overrides: Sequence[str], console: Console
+) -> Any:
+    """The same with the tasks of lm-eval that the options name: what `async_rl.evaluation.harness` writes."""
+    config = load_config(config_path, overrides)
+    require_extras("async-rl eval --harness", "harness")
+    words = evaluate_options.harness_words(options, config)
+    with console.status("evaluation: loading tasks") as status:
+
+        def show(finished: Sequence[Line]) -> None:
+            status.update(f"evaluation: {', '.join(finished[-1]['tasks'])}")
+
+        _run("async_rl.evaluation.harness", words, config, (str(config_path), *overrides), show)
+    return json.loads((config.run.dir / "harness.json").read_text(encoding="utf-8"))
+
+
+def _run(
+    module: str,
+    options: Sequence[str],
+    config: Config,
+    config_words: Sequence[str],
+    show: Callable[[Sequence[Line]], None],
+) -> None:
+    """Runs a program beside the instances that it waits for, and shows what it records of its progress.
+
+    It loads at the same time as they. One with `options` loads before they start, until its first record.
+    """
+    serves = not config.pool.instances
+    serves_itself = serves and config.inference.engine == "transformers"
     require_extras("async-rl eval", "trainer", *(("serve",) if serves_itself else ()))
     require_no_run(config.run.dir)
-    serves = not config.pool.instances
     # The default limit of prompts may be beyond a small model; the program measures the prompts there are.
     started = with_room(config, ModelFiles.find(config.model.path)) if serves else config
     require_sound(started, trains=False, serves=serves)
     out = config.run.dir
-    with Deployment() as deployment, console.status("evaluation: starting") as status:
-        instances = OwnInstances(deployment, started)
+    with Deployment() as deployment:
+        instances = OwnInstances(started)
+        if not options:
+            instances.start(deployment)
         argv = (
-            *(sys.executable, "-m", "async_rl.evaluation", str(config_path), "--out", str(out), *overrides),
+            *(sys.executable, "-m", module, *config_words, "--out", str(out), *options),
             *("--pool.instances", json.dumps(list(instances.urls))),
             *("--pool.timeout_s", str(max(config.pool.timeout_s, instances.timeout_s))),
         )
         env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        progress, num_done = RecordFile(out / "progress.jsonl"), 0
+        progress = RecordFile(out / "progress.jsonl")
         # What an earlier one left in the directory does not count.
         list(progress.new_records())
 
-        def show() -> None:
-            nonlocal num_done
+        def watch() -> None:
             instances.watch()
             if finished := list(progress.new_records()):
-                num_done += len(finished)
-                status.update(f"evaluation: {num_done} of {finished[-1]['total_prompts']} prompts")
+                instances.start(deployment)
+                show(finished)
 
-        deployment.run(Process("evaluation", "program", argv, log_path(out, "evaluation"), env=env), show)
-    results, responses = (RecordFile(out / name) for name in ("results.jsonl", "responses.jsonl"))
-    return Evaluation(list(results.new_records()), list(responses.new_records()))
+        deployment.run(Process("evaluation", "program", argv, log_path(out, "evaluation"), env=env), watch)
 
 
 @contextmanager
@@ -219,18 +284,24 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     stop_on_signals()
     try:
-        if options.out is not None:
+        if options.out is not None and not options.harness:
             require_writable(options.out)
         with _config(options, overrides, console) as (path, model):
-            results = evaluate(path, overrides, console).results
-        show_results(console, results)
-        if options.out is not None:
-            write_results(options.out, model, results)
+            if options.harness:
+                found = evaluate_with_harness(options, path, overrides, console)
+            else:
+                results = evaluate(path, overrides, console).results
+        if options.harness:
+            show_harness(console, found)
+        else:
+            show_results(console, results)
+            if options.out is not None:
+                write_results(options.out, model, results)
     except (Stopped, AsyncRLError) as end:
         report_end(end, os.environ)
         return explain_end(end)
     if options.json:
-        print(results_json(model, results))
+        print(json.dumps(found) if options.harness else results_json(model, results))
     return 0
 
 

@@ -33,6 +33,17 @@ OF_A_RUN = ("checkpoints", METRICS, "manifest.json")
 
 OF_A_MODEL = ("base", "data", "reward", "max_prompts", "instances", *DEFAULTS)
 
+OF_DATA = ("data", "reward", "program", "samples", "temperature", "top_p", "top_k", "max_prompts")
+"""Which the tasks of --harness have themselves."""
+
+OF_HARNESS = ("harness_tasks", "limit", "apply_chat_template")
+
+HARNESS_TOKENS = 256
+"""lm-eval's own default for the responses of a task that does not say how long they may be."""
+
+HARNESS_PROMPT_TOKENS = 3840
+"""Enough for most tasks with five examples; what is longer, lm-eval cuts at its beginning."""
+
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     """The options, and the config overrides."""
@@ -41,7 +52,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
         "Samples a model on held-out prompts and scores its responses: avg@k and pass@k with confidence intervals, "
         "mean reward, lengths. The options below set keys of the config by shorter names; other keys, such as "
         "--prompts.chat_template false, can be set too.",
-        "(MODEL --data SOURCE [--reward NAME] | CONFIG.toml) [OPTIONS] [--section.key VALUE ...]",
+        "(MODEL (--data SOURCE [--reward NAME] | --harness TASKS) | CONFIG.toml) [OPTIONS] [--section.key VALUE ...]",
         Config,
     )
     parser.add_argument(
@@ -78,6 +89,20 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     parser.add_argument("--engine", help="of its own: transformers or vllm (default: transformers)")
     parser.add_argument("--num-instances", type=int, help="of its own (default: 1)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as one JSON object to this file")
+    parser.add_argument(
+        "--harness",
+        metavar="TASKS",
+        help="tasks of lm-eval in place of --data, with commas between, such as gsm8k,arc_easy; --out is then a "
+        "directory for the files that lm-eval writes",
+    )
+    parser.add_argument("--harness-tasks", type=Path, metavar="DIR", help="with task files of your own for --harness")
+    parser.add_argument("--limit", type=int, help="with --harness: take the first so many rows of each task only")
+    parser.add_argument(
+        "--apply-chat-template",
+        action="store_true",
+        default=None,
+        help="with --harness: apply the chat template, as a CONFIG.toml does unless prompts.chat_template is false",
+    )
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object, on the last line")
     return parser.parse_args(argv), parser.overrides
 
@@ -88,8 +113,9 @@ def config_path(options: argparse.Namespace) -> Path | None:
     Raises:
         ConfigError: an option stands beside it that sets one of its keys; or a model stands without --data.
     """
+    _require_fitting(options)
     if not options.model.endswith(CONFIG_SUFFIX):
-        if not options.data:
+        if not options.data and not options.harness:
             raise ConfigError(f"--data is missing: name what {options.model!r} is evaluated on")
         return None
     given = [name for name in OF_A_MODEL if getattr(options, name) is not None]
@@ -101,6 +127,35 @@ def config_path(options: argparse.Namespace) -> Path | None:
     return Path(options.model)
 
 
+def _require_fitting(options: argparse.Namespace) -> None:
+    """Options with --harness, or without, that have no effect there are errors."""
+    given = [name for name in (OF_DATA if options.harness else OF_HARNESS) if getattr(options, name) is not None]
+    if given:
+        name = f"--{given[0].replace('_', '-')}"
+        raise ConfigError(
+            f"{name} stands beside --harness, whose tasks have that themselves: leave it out"
+            if options.harness
+            else f"{name} is for --harness: name its tasks, or leave {name} out"
+        )
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit is {options.limit}: expected a number of rows from 1 on")
+
+
+def harness_words(options: argparse.Namespace, config: Config) -> list[str]:
+    """The arguments of `async_rl.evaluation.harness`, of a named config or one that the options stand for."""
+    is_named = options.model.endswith(CONFIG_SUFFIX)
+    given = {
+        "tasks": options.harness,
+        "include": options.harness_tasks,
+        "limit": options.limit,
+        "results": options.out,
+        "name": config.model.path if is_named else options.model,
+    }
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    is_chat = options.apply_chat_template or (is_named and config.prompts.chat_template is not False)
+    return [*words, *(["--chat-template"] if is_chat else [])]
+
+
 def require_reward(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Checks that something scores the responses of a model that is named without a config.
 
@@ -108,7 +163,8 @@ def require_reward(options: argparse.Namespace, overrides: Sequence[str]) -> Non
         ConfigError: nothing does.
     """
     if (
-        options.reward
+        options.harness
+        or options.reward
         or options.program
         or any(word.startswith(("--reward.", "--rollout.program=")) for word in overrides)
     ):
@@ -158,7 +214,7 @@ def config_text(options: argparse.Namespace, run_dir: Path, model: str | None = 
     values = {
         "run.dir": str(run_dir),
         "model.path": model or options.model,
-        "prompts.source": options.data[0],
+        "prompts.source": (options.data or ["harness.jsonl"])[0],
         "prompts.prompts_per_batch": 1,
         "rollout.program": chosen["program"],
         "rollout.max_response_tokens": chosen["max_tokens"],
@@ -167,7 +223,11 @@ def config_text(options: argparse.Namespace, run_dir: Path, model: str | None = 
         "inference.engine": chosen["engine"],
         "inference.num_instances": chosen["num_instances"],
     }
-    if options.reward is not None:
+    if options.harness:
+        values["reward.name"] = "exact"
+        values["prompts.max_prompt_tokens"] = HARNESS_PROMPT_TOKENS
+        values["rollout.max_response_tokens"] = options.max_tokens or HARNESS_TOKENS
+    elif options.reward is not None:
         values["reward.name"] = options.reward
     of_each = {
         "num_samples": chosen["samples"],
@@ -176,8 +236,9 @@ def config_text(options: argparse.Namespace, run_dir: Path, model: str | None = 
         "top_k": chosen["top_k"],
         **({} if options.max_prompts is None else {"max_prompts": options.max_prompts}),
     }
-    names = set_names(options.data)
-    sets = [{"name": name, "source": source, **of_each} for name, source in zip(names, options.data, strict=True)]
+    sources = options.data or []
+    names = set_names(sources)
+    sets = [{"name": name, "source": source, **of_each} for name, source in zip(names, sources, strict=True)]
     return _toml_lines(values) + "".join(f"\n[[evaluation.sets]]\n{_toml_lines(each)}" for each in sets)
 
 

@@ -2,7 +2,7 @@
 
 Two, since one leaves open what is whose: one as the config is, and one that trains after the rollouts and has half of
 the prompts. Nothing is evaluated, tracked or kept but their records. Exit codes: 0 success, 2 a config that cannot
-run, otherwise that of the run that failed.
+run, 128 + N after signal N, otherwise that of the run that failed.
 """
 
 import shutil
@@ -18,6 +18,7 @@ from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.records.run_records import RunRecords, has_iteration
 from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
 from async_rl.shared.programs.error_text import error_text
+from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.scaling.__main__ import main as plan
 from deploy.scaling.iterations import FEWEST
 
@@ -40,6 +41,18 @@ def runs_of(config: Config, output: Path, num_iterations: int) -> dict[Path, lis
     after = ["--train.mode=synchronous", f"--prompts.prompts_per_batch={half}"]
     folders = {output / BESIDE: short, output / AFTER: [*short, *after]}
     return {folder: [*settings, f"--run.dir={folder}"] for folder, settings in folders.items()}
+
+
+def _exit_code_of(command: Sequence[str]) -> int:
+    """Waits for a run to end; signals that would end this process end it."""
+    child, end = subprocess.Popen(command, stdout=sys.stderr, start_new_session=True), None
+    while True:
+        try:
+            code = child.wait()
+            return code if end is None else explain_end(end)
+        except Stopped as stopped:
+            end = end or stopped
+            child.terminate()
 
 
 def make_parser() -> Parser:
@@ -77,15 +90,19 @@ def main(argv: Sequence[str]) -> int:
                 f"train.mode is {config.train.mode!r} and run.placement {config.run.placement!r}: a plan is of pools "
                 'that work beside each other; take "periodic", and any placement but "turns"'
             )
+        runs = runs_of(config, output, options.iterations)
+        for settings in runs.values():
+            load_config(options.config, [*parser.overrides, *settings])
     except AsyncRLError as error:
         print(f"async-rl calibrate: {error_text(error)}", file=sys.stderr)
         return USAGE_ERROR
-    runs = runs_of(config, output, options.iterations)
+    stop_on_signals()
     for folder, settings in runs.items():
         print(f"async-rl calibrate: {options.iterations} iterations in {folder}", file=sys.stderr)
         command = [sys.executable, "-m", "deploy.local.run", str(options.config), *parser.overrides, *settings]
         began_unix_s = time.time()
-        if code := subprocess.run(command, stdout=sys.stderr).returncode:
+        if code := _exit_code_of(command):
+            print(f"async-rl calibrate: {str(output)!r} is not complete: remove it to begin again", file=sys.stderr)
             return code
         first = next(filter(has_iteration, RunRecords(folder).metrics.new_records()))
         start_s = float(first["started_unix_s"]) - began_unix_s

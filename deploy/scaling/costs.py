@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 from async_rl.records.run_records import Record, number_of
-from deploy.scaling.iterations import LARGEST, PARTS, Iteration, iterations_of, set_up_of
+from deploy.scaling.iterations import LARGEST, PARTS, Iteration, iterations_of, require_same, set_up_of
 from deploy.scaling.simulation import Costs, SetUp, finish_times, simulate
 
 NUM_ROUNDS = 8
@@ -59,6 +59,8 @@ def measure(run_dir: Path, *others: Path) -> Measured:
     Raises:
         ConfigError: one has too few iterations, or they are not such as a simulation knows.
     """
+    for other in others:
+        require_same(run_dir, other)
     runs = [iterations_of(path, set_up_of(path)) for path in (run_dir, *others)]
     costs, *nearly = fit([each for iterations in runs for each in iterations[::2]])
     ratios = [

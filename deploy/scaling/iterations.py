@@ -27,6 +27,12 @@ NUM_ITERATIONS = 20
 
 FEWEST = 4
 
+SAME = (
+    *(("model", "path"), ("model", "dtype"), ("adapter", "rank"), ("algorithm", "name"), ("inference", "engine")),
+    *(("trainer", "device"), *(("trainer", name) for name in ("tensor_parallel", "pipeline_parallel"))),
+)
+"""What several runs that one plan goes by have in common."""
+
 REPLICA = ("tensor_parallel", "pipeline_parallel", "context_parallel")
 """Whose product is a replica's ranks."""
 
@@ -106,6 +112,23 @@ def set_up_of(run_dir: Path) -> tuple[SetUp, int]:
         )
     schedule: Schedule = "synchronous" if mode == "synchronous" else "periodic"
     return SetUp(max_running=max_running, window_rows=window_rows, schedule=schedule), math.prod(sizes)
+
+
+def require_same(run_dir: Path, other: Path) -> None:
+    """
+    Raises:
+        ConfigError: they are the same run, or of different models, engines or devices.
+    """
+    if run_dir.resolve() == other.resolve():
+        raise ConfigError(f"{str(other)!r} is named twice: name each run once")
+    one, two = object_in(run_dir / "config.json"), object_in(other / "config.json")
+    for section, key in SAME:
+        values = [config[section].get(key) if isinstance(config.get(section), dict) else None for config in (one, two)]
+        if values[0] != values[1]:
+            raise ConfigError(
+                f"{section}.{key} is {values[0]!r} in {str(run_dir)!r}, and {values[1]!r} in {str(other)!r}: expected "
+                "runs of one model on the same hardware, whose costs are the same"
+            )
 
 
 def iterations_of(run_dir: Path, of_config: tuple[SetUp, int]) -> list[Iteration]:

@@ -46,6 +46,7 @@ class CompletionFormatter:
         self._index = index
         self._body = body
         self._prompt: Sequence[int] | None = prompt if body.return_token_ids else None
+        self._echoed = prompt if body.echo else ()
         self._codec = codec
         self._text = None if codec is None else GrowingText(codec)
         self._text_offset = 0
@@ -53,29 +54,39 @@ class CompletionFormatter:
     def format(self, choice: Choice) -> CompletionChoice:
         """`choice` is the next delta, or the whole; the first contains the prompt, if token ids are requested."""
         token_ids = [sample.token_id for sample in choice.samples]
+        text = "" if self._text is None else self._text.add(token_ids, choice.finish_reason is not None)
+        if self._echoed and self._codec is not None:
+            text = self._codec.decode(self._echoed, skip_special_tokens=True) + text
         prompt, self._prompt = self._prompt, None
         return CompletionChoice(
             index=self._index,
-            text="" if self._text is None else self._text.add(token_ids, choice.finish_reason is not None),
-            logprobs=None if self._body.logprobs is None else self._logprobs(choice.samples),
+            text=text,
+            logprobs=None if self._body.logprobs is None else self._logprobs(choice),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=token_ids if self._body.return_token_ids else None,
             prompt_token_ids=None if prompt is None else list(prompt),
         )
 
-    def _logprobs(self, samples: Sequence[Sample]) -> CompletionLogprobs:
-        tokens = [self._token(sample.token_id) for sample in samples]
+    def _logprobs(self, choice: Choice) -> CompletionLogprobs:
+        samples: list[Sample | None] = [*choice.samples]
+        tokens = [self._token(sample.token_id) for sample in choice.samples]
+        if self._echoed:
+            # Nothing says how likely the first token is.
+            samples = [None, *choice.prompt_samples, *choice.samples]
+            tokens = [self._token(token_id) for token_id in self._echoed] + tokens
         offsets = [self._text_offset]
         for token in tokens:
             offsets.append(offsets[-1] + len(token))
         self._text_offset = offsets.pop()
         return CompletionLogprobs(
             text_offset=offsets,
-            token_logprobs=[sample.logprob for sample in samples],
+            token_logprobs=[None if sample is None else sample.logprob for sample in samples],
             tokens=tokens,
             top_logprobs=[
-                {self._token(token_id): max(logprob, LOWEST_LOGPROB) for token_id, logprob, _ in sample.top}
+                None
+                if sample is None
+                else {self._token(token_id): max(logprob, LOWEST_LOGPROB) for token_id, logprob, _ in sample.top}
                 or {token: sample.logprob}
                 for token, sample in zip(tokens, samples, strict=True)
             ],

@@ -124,10 +124,13 @@ def add(app: FastAPI, engine: Engine, codec: TextCodec | None, model_name: str) 
             raise RequestRefused(f"completions do not report experts: ask {routes.GENERATE}", "routed_experts")
         request_id = f"cmpl-{_request_id(request, body.request_id)}"
         prompts = _prompts(body, codec)
+        if body.stream and body.echo:
+            raise RequestRefused("a stream does not begin with its prompt: leave stream or echo out", "echo")
         if body.stream:
             deltas = [engine.stream(f"{request_id}-{i}", prompt, body) for i, prompt in enumerate(prompts)]
             return EventStream(completion_chunks(request_id, model_name, body, prompts, codec, deltas))
-        runs = [engine.generate(f"{request_id}-{i}", prompt, body) for i, prompt in enumerate(prompts)]
+        scores = bool(body.echo) and body.logprobs is not None
+        runs = [engine.generate(f"{request_id}-{i}", prompt, body, scores) for i, prompt in enumerate(prompts)]
         results = await unless_disconnected(request.receive, _all(runs))
         answer = CompletionResponse(
             id=request_id,

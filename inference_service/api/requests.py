@@ -4,7 +4,7 @@ A field this engine does not support is refused unless it has its neutral value:
 request would corrupt a run.
 """
 
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Self, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -85,15 +85,22 @@ class CompletionRequest(ServedSamplingParams):
     model: str | None = None
     request_id: Text | None = None
     stream: bool | None = False
+    echo: bool | None = False
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _echoes_a_prompt_alone(self) -> Self:
+        if self.echo and self.logprobs is not None and self.num_continued:
+            raise ValueError(f"num_continued = {self.num_continued} beside echo and logprobs: leave one of them out")
+        return self
 
 
 class CompletionLogprobs(Body):
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(Body):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from inference_service.engine.cache_size import CacheSize
 from inference_service.engine.kernels import FASTEST, Kernels
 from inference_service.engine.kv_store import KVStore
-from inference_service.engine.sampling import sample_step
+from inference_service.engine.sampling import sample_step, score_step
 from inference_service.engine.schedule import Run, Schedule
 from inference_service.engine.sequences import Sequence
 from inference_service.engine.step import ModelStep
@@ -177,6 +177,9 @@ class Batching:
     def _one_step(self) -> None:
         work = self._schedule.next()
         drawing = self._step(work, self._store.generation)
+        for fed, logits in drawing.scored:
+            assert fed.scored is not None, "targets are those of a sequence"
+            fed.scored.prompt_samples += score_step(logits, fed.targets, fed.scored, self.version)
         if not drawing.runs:
             return
         sequences = [run.sequence for run in drawing.runs]

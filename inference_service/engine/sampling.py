@@ -81,6 +81,13 @@ def sample_step(logits_RV: torch.Tensor, rows: Rows[Sequence], mode: LogprobsMod
     return _samples(processed_RV, normalizer_R1, tokens_R, rows, version)
 
 
+def score_step(logits_RV: torch.Tensor, tokens: Rows[int], sequence: Sequence, version: str) -> list[Sample]:
+    """A prompt's next tokens as if the raw model had sampled them."""
+    tokens_R = torch.tensor(tokens, device=logits_RV.device)
+    normalizer_R1 = logits_RV.logsumexp(dim=-1, keepdim=True)
+    return _samples(logits_RV, normalizer_R1, tokens_R, [sequence] * len(tokens), version)
+
+
 def _inverse_cdf(weights_RV: torch.Tensor, masses_RB: torch.Tensor, u_R: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulative weight exceeds u times the total; one of weight zero is never chosen.
 

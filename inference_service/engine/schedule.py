@@ -13,6 +13,9 @@ from inference_service.engine.kv_store import KVStore, NoRoom, Place
 from inference_service.engine.segments import Link, Segment, Segments, shortened
 from inference_service.engine.sequences import Sequence
 
+MAX_SCORED: Final = 512
+"""Tokens of prompts of which a step computes log-probs: each takes a row of logits."""
+
 FREE_MARGIN: Final = 0.15
 """No sequence is started when less than this share of the store is free: running ones grow."""
 
@@ -51,12 +54,15 @@ class Run:
 class Fed:
     """Several tokens of one segment, or of one sequence's own ones, to be computed in one step.
 
-    `draws` are the runs that get their next token from the last one.
+    `draws` are the runs that get their next token from the last one; `scored`, if there is one, gets the log-probs of
+    the prompt's tokens after these, `targets`.
     """
 
     what: Segment | Run
     token_ids: Listing[int]
     draws: Listing[Run]
+    scored: Sequence | None = None
+    targets: Listing[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +135,25 @@ class Schedule:
 
     def _to_feed(self) -> Iterator[Fed]:
         budget = self._prefill_tokens
+        scored_of = {run.segment: run.sequence for run in self.running if run.sequence.scores_prompt}
+        scored_budget = MAX_SCORED
         for segment in self._segments.unfinished():
             if budget <= 0:
                 return
             begin = segment.num_before + segment.num_done
-            token_ids = segment.prompt[begin : begin + budget].tolist()
+            scored = scored_of.get(segment)
+            most = budget if scored is None else min(budget, scored_budget)
+            if not most:
+                continue
+            token_ids = segment.prompt[begin : begin + most].tolist()
             budget -= len(token_ids)
+            targets: Listing[int] = ()
+            if scored is not None:
+                scored_budget -= len(token_ids)
+                targets = scored.prompt[begin + 1 : begin + 1 + len(token_ids)]
             ends = segment.num_done + len(token_ids) == len(segment)
             draws = [run for run in self.running if run.segment is segment and not run.num_unfed] if ends else []
-            yield Fed(segment, token_ids, draws)
+            yield Fed(segment, token_ids, draws, scored, targets)
         for run in self.running:
             if budget <= 0:
                 return
@@ -170,7 +186,8 @@ class Schedule:
         if self._store.has_states:
             # A state cannot go back by the token that is computed once more: it is each response's own.
             num_shared -= 1
-        segment = self._segments.acquire(sequence.prompt[:num_shared])
+        sequence.prompt_samples.clear()
+        segment = self._segments.acquire(sequence.prompt[:num_shared], shared=not sequence.scores_prompt)
         if not sequence.samples:
             self.num_asked += len(sequence.prompt)
             self.num_known += num_shared - (len(segment) - segment.num_done if segment.num_runs == 1 else 0)

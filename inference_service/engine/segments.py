@@ -47,6 +47,8 @@ class Segment:
     num_runs: int = 0
     """Responses that attend to it."""
     num_children: int = 0
+    key: bytes = b""
+    """By which it is found: its prompt, unless one response has it alone."""
 
     @property
     def links(self) -> "tuple[Link, ...]":
@@ -113,15 +115,17 @@ class Segments:
         self._idle: dict[Segment, None] = {}
         """In the order in which they were last attended to."""
         self._max_idle = MAX_IDLE
+        self._num_unshared = 0
 
-    def acquire(self, prompt: Listing[int]) -> Segment:
-        """The segment whose chain is the prompt, new unless there is one, for one more response.
+    def acquire(self, prompt: Listing[int], shared: bool = True) -> Segment:
+        """The segment whose chain is the prompt, new unless there is one, for one more response; where it is not
+        `shared`, always a new one, with all of the prompt.
 
         Raises:
             NoRoom: the store is full.
         """
         tokens = np.array(prompt, dtype=np.int64)
-        segment = self._all.get(tokens.tobytes())
+        segment = self._all.get(tokens.tobytes()) if shared else self._add(tokens, None, 0, shared)
         if segment is None:
             segment = self._made_for(tokens, *self._nearest(tokens))
         for each in chain(segment):
@@ -170,18 +174,24 @@ class Segments:
             return False
         return num_before > parent.num_before
 
-    def _add(self, tokens: Tokens, parent: Segment | None, num_before: int) -> Segment:
+    def _add(self, tokens: Tokens, parent: Segment | None, num_before: int, shared: bool = True) -> Segment:
         place = self._store.new(len(tokens) - num_before, is_shared=True)
         if parent is not None:
             parent.num_children += 1
-        segment = self._all[tokens.tobytes()] = Segment(tokens, parent, num_before, place)
+        key = tokens.tobytes()
+        if not shared:
+            # Those of prompts are whole numbers of eight bytes.
+            self._num_unshared += 1
+            key = b"%015d" % self._num_unshared
+        segment = self._all[key] = Segment(tokens, parent, num_before, place, key=key)
         return segment
 
     def _grow(self, segment: Segment, tokens: Tokens) -> None:
         """Makes it the segment of a prompt that begins with its own."""
         self._store.reserve(segment.place, len(tokens) - segment.num_before)
-        del self._all[segment.prompt.tobytes()]
-        self._all[tokens.tobytes()] = segment
+        del self._all[segment.key]
+        segment.key = tokens.tobytes()
+        self._all[segment.key] = segment
         segment.prompt = tokens
 
     def give_back(self, segment: Segment) -> None:
@@ -219,7 +229,7 @@ class Segments:
         ]
 
     def _remove(self, segment: Segment) -> None:
-        del self._all[segment.prompt.tobytes()]
+        del self._all[segment.key]
         del self._idle[segment]
         self._store.free(segment.place)
         if segment.parent is not None:

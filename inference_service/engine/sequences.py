@@ -30,6 +30,9 @@ class Sequence:
     num_continued: int = 0
     """How many of the prompt's last tokens are the beginning of a response that is continued here."""
     stop_texts: StopTexts | None = None
+    scores_prompt: bool = False
+    prompt_samples: list[Sample] = field(default_factory=list)
+    """The prompt's tokens but the first as they would have been sampled, if it `scores_prompt`."""
     samples: list[Sample] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     due_at: int | None = None
@@ -110,7 +113,8 @@ class Sequence:
         samples = tuple(self.samples[start:stop])
         last = self.samples[-1].token_id if self.samples else None
         own_stop = reason == "stop" and last in self.params.stop_token_ids
-        return Choice(samples, reason, last if own_stop else None, self.routes if reason is not None else None)
+        routes = self.routes if reason is not None else None
+        return Choice(samples, reason, last if own_stop else None, routes, tuple(self.prompt_samples))
 
 
 @dataclass(slots=True, eq=False)

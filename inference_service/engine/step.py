@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 
 from async_rl.errors import ConfigError
 from async_rl.shared.cpu import exact
-from async_rl.shared.cpu.products import linear
+from async_rl.shared.cpu.products import use_faster_products
 from async_rl.shared.layer_windows import SLIDING
 from inference_service.engine import attention
 from inference_service.engine.delta_net import delta_net_of, use_delta_nets
@@ -19,20 +19,6 @@ from inference_service.engine.parts import SharedPart, Span, StepParts, delta_pa
 from inference_service.engine.routes import Routes
 from inference_service.engine.schedule import Fed, Run, Work
 from inference_service.engine.segments import Link, Segment
-
-
-class Linear(torch.nn.Linear):
-    """torch's, with another forward: for inference only."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-def use_faster_products(model: torch.nn.Module) -> None:
-    """Makes every plain linear layer a `Linear`, in place: its weights and their names stay."""
-    for module in model.modules():
-        if type(module) is torch.nn.Linear:
-            module.__class__ = Linear
 
 
 class ExactLinear(torch.nn.Linear):
@@ -84,10 +70,12 @@ def use_exact(model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """The runs that get a token now, and their logits, float32 [runs, V]."""
+    """The runs that get a token now, and their logits, float32 [runs, V]; what was fed of prompts that are scored, each
+    with the logits of its targets, float32 [targets, V]."""
 
     runs: Listing[Run]
     logits: torch.Tensor
+    scored: Listing[tuple[Fed, torch.Tensor]]
 
 
 class ModelStep:
@@ -114,6 +102,7 @@ class ModelStep:
         token_ids = [run.unfed(1)[0] for run in decoding]
         positions = [run.sequence.num_tokens - 1 for run in decoding]
         spans, runs, rows = [], list(decoding), list(range(len(decoding)))
+        rows_of: list[tuple[Fed, range]] = []
         for fed in work.fed:
             begin = len(token_ids)
             start, links, place, before = _span_of(fed)
@@ -122,6 +111,8 @@ class ModelStep:
             spans.append(Span(slice(begin, len(token_ids)), place, start, links, before - start))
             runs += fed.draws
             rows += [len(token_ids) - 1] * len(fed.draws)
+            if fed.targets:
+                rows_of.append((fed, range(begin, begin + len(fed.targets))))
         num_padding = -len(token_ids) % self._kernels.row_multiple
         token_ids += [0] * num_padding
         positions += [0] * num_padding
@@ -136,7 +127,7 @@ class ModelStep:
             num_padding,
             None if self._delta is None else delta_part(decoding, work.fed, self._delta.conv_width, self._device),
         )
-        kept = sorted(set(rows))
+        kept = sorted({*rows, *(row for _, scored in rows_of for row in scored)})
         kept += [len(token_ids) - 1] * (-len(kept) % self._kernels.row_multiple)
         logits = self._model(
             input_ids=torch.tensor([token_ids], device=self._device),
@@ -154,10 +145,11 @@ class ModelStep:
                 fed.what.num_done += len(fed.token_ids)
             else:
                 fed.what.num_fed += len(fed.token_ids)
+        index = {row: i for i, row in enumerate(kept)}
+        scored = [(fed, logits[index[its[0]] : index[its[0]] + len(its)].float()) for fed, its in rows_of]
         if kept != rows:
-            index = {row: i for i, row in enumerate(kept)}
-            logits = logits[torch.tensor([index[row] for row in rows], device=self._device)]
-        return Drawing(runs, logits.float())
+            logits = logits[torch.tensor([index[row] for row in rows], dtype=torch.long, device=self._device)]
+        return Drawing(runs, logits.float(), scored)
 
     def forget(self) -> None:
         """Keys and values of earlier steps are not there any more."""

@@ -167,9 +167,13 @@ class TransformersEngine:
 
     # Requests
 
-    async def generate(self, request_id: str, prompt: Listing[int], params: SamplingParams) -> list[Choice]:
+    async def generate(
+        self, request_id: str, prompt: Listing[int], params: SamplingParams, scores_prompt: bool = False
+    ) -> list[Choice]:
         self._require_possible(prompt, params)
         request = self._open(request_id, tuple(prompt), params)
+        for sequence in request.sequences:
+            sequence.scores_prompt = scores_prompt
         try:
             if not self._paused:
                 self._submit(request)

@@ -31,6 +31,7 @@ LASTING = {
 
 
 NEED_OTHER_PACKAGES = {f"async_rl.records.trackers.{name}_tracker" for name in ("mlflow", "trackio", "wandb")}
+NEED_OTHER_PACKAGES |= {"async_rl.evaluation.harness"}
 
 STARTS_PROCESSES = {"async_rl.rollouts.rewards.reasoning_gym"}
 """Through matplotlib, which lists the machine's fonts when it is first imported there."""

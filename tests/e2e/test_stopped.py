@@ -191,6 +191,7 @@ def test_each_process_that_is_stopped_in_a_phase_is_replaced_and_the_run_trains_
     require_same_run(run, undisturbed)
 
 
+@pytest.mark.cold  # Warm processes have their names before they are processes of their own.
 @pytest.mark.parametrize("role", ["rank", "producer"])
 def test_a_process_that_is_stopped_before_anything_is_trained_is_replaced(
     role: str, undisturbed: StoppedRun, begun: Callable[[str], StoppedRun]
@@ -201,6 +202,7 @@ def test_a_process_that_is_stopped_before_anything_is_trained_is_replaced(
     assert is_gone(stopped)
 
 
+@pytest.mark.cold
 def test_an_instance_that_is_stopped_while_it_starts_ends_a_run_that_has_trained_nothing(
     begun: Callable[[str], StoppedRun],
 ) -> None:

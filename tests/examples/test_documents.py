@@ -21,6 +21,7 @@ SHOWN_WHOLE = [
     ("docs/audit.md", "python", "audit/trl_callback.py"),
     ("docs/data.md", "python", "mixture/programs.py"),
     ("docs/gateway.md", "python", "agent/my_agent.py"),
+    ("docs/migration_trl.md", "python", "python/trl_grpo.py"),
     ("docs/python.md", "python", "python/train.py"),
     ("docs/rollouts.md", "python", "tools/environment.py"),
     ("docs/sandbox.md", "python", "sandbox/isolated.py"),

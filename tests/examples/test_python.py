@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,22 +44,33 @@ def test_the_script_trains_and_evaluates(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(1000)
+def test_the_script_of_trl_trains(tmp_path: Path, model: Path) -> None:
+    said = python(tmp_path, str(EXAMPLES / "python" / "trl_grpo.py"), str(model)).splitlines()
+    assert -1 < float(said[-1]) < 0 and (tmp_path / "runs" / "trl" / "model" / "config.json").is_file()
+
+
+@pytest.mark.distributed
 @pytest.mark.timeout(3000)
 def test_the_notebooks_run_from_the_first_cell_to_the_last(tmp_path: Path, model: Path) -> None:
     said = {
         name: python(
             tmp_path, "-m", "tests.support.notebook", str(EXAMPLES / "notebooks" / f"{name}.ipynb"), str(model)
         )
-        for name in ("first_run", "read_a_run", "own_reward")
+        for name in ("first_run", "read_a_run", "own_reward", "agent")
     }
     assert "<iframe" in said["first_run"] and "exported" in said["first_run"]
     assert "runs/first': finished, 3 of 3 iterations" in said["read_a_run"] and "http://127.0.0.1" in said["read_a_run"]
+    assert [line.split()[0] for line in said["agent"].splitlines() if re.fullmatch(r"\d [\d.]+ [\d.]+", line)] == [
+        "0",
+        "1",
+    ]
     assert "KeyError: 'no such column'" in said["own_reward"]
     assert 'return [row["no such column"] for r in responses]' in said["own_reward"], "the line of the cell"
 
 
 def test_every_notebook_is_run_and_has_no_results_of_anybody() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["first_run", "own_reward", "read_a_run"]
+    assert [path.stem for path in NOTEBOOKS] == ["agent", "first_run", "own_reward", "read_a_run"]
     for path in NOTEBOOKS:
         cells = json.loads(path.read_text())["cells"]
         code = [cell for cell in cells if cell["cell_type"] == "code"]

@@ -57,7 +57,7 @@ def test_base_imports_all_that_needs_no_extra(base: Environment) -> None:
     assert Path(said["file"]).is_relative_to(base.path)
     # The trainer's part of it: weights, what publishes them, the fleet's own server, two ready rewards, a sandbox.
     from_extras = {"torch", "transformers", "fastapi", "uvicorn", "prometheus_client", "math_verify", "reasoning_gym"}
-    assert set(said["missing"]) == from_extras | {"renderers", "sandlock", "wandb", "mlflow", "trackio"}
+    assert set(said["missing"]) == from_extras | {"lm_eval", "renderers", "sandlock", "wandb", "mlflow", "trackio"}
     assert said["missing"]["renderers"] == ["async_rl.rollouts.agents.known_rendering"]
     missing = {name for names in said["missing"].values() for name in names}
     assert not [

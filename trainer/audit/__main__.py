@@ -52,7 +52,7 @@ def make_parser() -> Parser:
     parser.add_argument("--model", metavar="NAME", help="what requests name (default: the first that the server lists)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the checkpoint is scored")
     parser.add_argument(
-        "--timeout-s", type=_seconds, default=120.0, help="for each answer, and the command (default: %(default)g)"
+        "--timeout-s", type=_seconds, default=300.0, help="for each answer, and the command (default: %(default)g)"
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser

@@ -4,9 +4,10 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -130,7 +131,9 @@ def ask(engine: Engine, probes: Probes, options: Options) -> Recorded:
         engine.ask([replace(each, max_tokens=1) for each in probes.cached])
         update(options.update_via, options.timeout_s)
     cached = engine.ask(probes.cached) if options.update_via is not None else []
-    by_temperature = {temperature: engine.ask(asks) for temperature, asks in probes.by_temperature.items()}
+    # All at once, which an engine answers sooner than one temperature after the other.
+    answers = iter(engine.ask([ask for asks in probes.by_temperature.values() for ask in asks]))
+    by_temperature = {degrees: list(islice(answers, len(asks))) for degrees, asks in probes.by_temperature.items()}
     return Recorded(by_temperature, engine.ask(probes.long), cached)
 
 
@@ -167,12 +170,12 @@ def update(command: str, timeout_s: float) -> None:
 class _Kept:
     """Implements `diagnosis.Hypotheses` for samples whose logits are kept: temperatures cost no further pass."""
 
-    def __init__(self, exact: ExactModel, samples: Sequence[Sample]) -> None:
+    def __init__(self, samples: Sequence[Sample], logits: Mapping[Sample, torch.Tensor]) -> None:
         self._samples = samples
-        self._logits = dict(exact.logits(samples))
+        self._logits = logits
 
     def logprobs_at(self, temperature: float) -> torch.Tensor:
-        rows = [token_logprobs(self._logits[i], sample.tokens, temperature) for i, sample in enumerate(self._samples)]
+        rows = [token_logprobs(self._logits[sample], sample.tokens, temperature) for sample in self._samples]
         return torch.cat(rows)
 
     def with_first_head(self) -> None:
@@ -210,18 +213,18 @@ class Auditor:
 
     def _of_temperature(self, temperature: float, samples: Sequence[Sample], *, is_main: bool) -> list[Finding]:
         check = f"log-probs at temperature {temperature:g}"
-        facts = facts_of(self._exact, samples, self._words.ends, NUM_SORTED if is_main else 0)
+        kept = few(samples, 2 * MIN_TOKENS)
+        facts = facts_of(self._exact, samples, self._words.ends, NUM_SORTED if is_main else 0, kept)
+        own = _Kept(kept, facts.logits)
         self.ends += facts.ends
         evidence = Evidence(samples, facts.logprobs_N, reported(samples), self._limits)
         bound = self._bound(len(evidence.reported_N))
         if tokens_in(samples) < MIN_TOKENS:
             return [not_tested(check, f"{tokens_in(samples)} tokens, of {MIN_TOKENS} that are needed")]
-        kept = few(samples, 2 * MIN_TOKENS)
-        own = _Kept(self._exact, kept)
         said = diagnose(reported(kept), own, self._limits, temperature, self._dtype)
         if said.cause == "temperature" and not said.is_of_sampling:
             shown = f"they are those of temperature {said.temperature:.3g}"
-            return [fails(check, shown, bound, cause=self._named(said, temperature, kept))]
+            return [fails(check, shown, bound, cause=self._named(said, temperature, kept, own))]
         found = self._explained(evidence, is_main=is_main)
         if found is not None:
             return [fails(check, found.detail, bound, cause=found.cause)]
@@ -236,13 +239,12 @@ class Auditor:
             check_draws(facts, evidence.reported_N, temperature, likeliest),
         ]
 
-    def _named(self, said: Diagnosis, temperature: float, samples: Sequence[Sample]) -> str:
+    def _named(self, said: Diagnosis, temperature: float, samples: Sequence[Sample], own: _Kept) -> str:
         """A temperature that is not applied, to the log-probs or to the draws."""
         if said.temperature is None or abs(said.temperature - 1) > 0.01:
             return "log-probs of another temperature"
         facts = facts_of(self._exact, [replace(sample, temperature=1.0) for sample in samples])
         found = check_draws(facts, reported(samples), 1.0, None)
-        own = _Kept(self._exact, samples)
         colder, plain = (float(own.logprobs_at(t).sum()) for t in (temperature, 1.0))
         return UNAPPLIED if found.outcome != "fails" and plain > colder else RAW
 

@@ -25,8 +25,8 @@ from async_rl.shared.protocol.inference import GenerateRequest, GenerateResponse
 
 T = TypeVar("T")
 
-NUM_AT_ONCE = 16
-"""Requests under way: every engine batches so many."""
+NUM_AT_ONCE = 48
+"""Requests under way: as many responses as an audit asks for; an engine reads its weights once for all of a step."""
 
 SGLANG_GENERATE = "/generate"
 TOKENIZE = "/tokenize"

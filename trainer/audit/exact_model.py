@@ -20,6 +20,7 @@ from async_rl.checks.preflight.model import ModelFiles
 from async_rl.checks.preflight.weight_files import metadata_of, weights_sample
 from async_rl.errors import ConfigError
 from async_rl.method.proof.draws import POWERS
+from async_rl.shared.cpu.products import use_faster_products
 from async_rl.shared.protocol.adapter import BASE_SAMPLE, WEIGHTS_FILE, A, B, factor_name
 from trainer.audit.engine import Sample
 
@@ -49,6 +50,7 @@ class ExactModel:
 
     def __init__(self, model: PreTrainedModel, device: str = "cpu") -> None:
         self.model: Any = model.eval().requires_grad_(False).to(device)
+        use_faster_products(self.model)
         self.device = device
         self.adapters: dict[str, Adapter] = {}
         """By the layer's name, such as "model.layers.0.self_attn.q_proj"; already in its weights."""
@@ -105,11 +107,9 @@ def token_logprobs(logits_nV: torch.Tensor, tokens: Sequence[int], temperature: 
     return logprobs_nV.gather(1, torch.tensor(tokens, device=logits_nV.device)[:, None])[:, 0].double().cpu()
 
 
-def log_ratios(logits_nV: torch.Tensor, tokens: Sequence[int], temperature: float) -> torch.Tensor:
+def log_ratios(logprobs_nV: torch.Tensor, own_n: torch.Tensor) -> torch.Tensor:
     """How much likelier each token is at other temperatures, as `trainer.model.logprobs.response_logprobs` has it for
-    one that is to train: log p^c / sum p^c - log p, float64 [K, n]."""
-    logprobs_nV = (logits_nV / temperature).log_softmax(-1)
-    own_n = logprobs_nV.gather(1, torch.tensor(tokens, device=logits_nV.device)[:, None])[:, 0]
+    one that is to train: log p^c / sum p^c - log p, float64 [K, n]; of all log-probs, and the tokens' own."""
     rows = [(c - 1) * own_n - (c * logprobs_nV).logsumexp(-1) for c in POWERS]
     return torch.stack(rows).double().cpu()
 
@@ -237,6 +237,7 @@ def configured(exact: ExactModel, changes: Mapping[str, Any]) -> Iterator[None]:
     config._attn_implementation = exact.model.config._attn_implementation
     own, device = exact.model, exact.device
     other: Any = type(own)(config).eval().requires_grad_(False).to(device)
+    use_faster_products(other)
     for name, parameter in own.named_parameters(remove_duplicate=False):
         place, _, leaf = name.rpartition(".")
         setattr(other.get_submodule(place), leaf, parameter)

@@ -30,7 +30,7 @@ class Options:
     temperature: float | None = None
     model: str | None = None
     device: str = "cpu"
-    timeout_s: float = 120.0
+    timeout_s: float = 300.0
     token: str | None = None
 
 

@@ -1,16 +1,17 @@
 """Checks that need no other weights: how tokens are drawn, where responses end, what a text's tokens are."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from async_rl.method.proof.draws import LIMIT, Draws
 from async_rl.method.proof.gap_limits import MIN_TOKENS
 from async_rl.records.findings import Finding, fails, holds, not_tested
 from trainer.audit.engine import Ask, Engine, Sample
-from trainer.audit.exact_model import ExactModel, joined, log_ratios, token_logprobs
+from trainer.audit.exact_model import ExactModel, joined, log_ratios
 from trainer.logprob_gaps import sums_of
 
 NUCLEI = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98)
@@ -36,25 +37,39 @@ class Facts:
     kept: dict[str, float] = field(default_factory=dict)
     """By what may be left out, such as "top_p 0.9": -log of the probability that honest draws are all of what is kept,
     infinite where one was not."""
+    logits: dict[Sample, torch.Tensor] = field(default_factory=dict)
+    """Ahead of each token, float32 [n, V], of the samples whose logits are to be kept."""
 
 
-def facts_of(exact: ExactModel, samples: Sequence[Sample], ends: Sequence[int] = (), num_sorted: int = 0) -> Facts:
-    """One pass over the samples; the distributions of `num_sorted` tokens are sorted, too."""
+def facts_of(
+    exact: ExactModel,
+    samples: Sequence[Sample],
+    ends: Sequence[int] = (),
+    num_sorted: int = 0,
+    keeps: Collection[Sample] = (),
+) -> Facts:
+    """One pass over the samples; the distributions of `num_sorted` tokens are sorted, too, and logits of some kept."""
     logprobs: dict[int, torch.Tensor] = {}
     ratios: dict[int, torch.Tensor] = {}
     found = Facts(torch.empty(0), torch.empty(0))
     kept = dict.fromkeys((*(f"top_p {p:g}" for p in NUCLEI), *(f"top_k {k}" for k in TOPS)), 0.0)
     for i, logits_nV in exact.logits(samples):
         sample = samples[i]
-        logprobs[i] = token_logprobs(logits_nV, sample.tokens, sample.temperature)
-        ratios[i] = log_ratios(logits_nV, sample.tokens, sample.temperature)
+        if sample in keeps:
+            # Without the rest of its batch.
+            found.logits[sample] = logits_nV.clone()
+        logprobs_nV = (logits_nV / sample.temperature).log_softmax(-1)
+        drawn_n1 = torch.tensor(sample.tokens, device=logits_nV.device)[:, None]
+        own_n = logprobs_nV.gather(1, drawn_n1)[:, 0]
+        logprobs[i] = own_n.double().cpu()
+        ratios[i] = log_ratios(logprobs_nV, own_n)
         if ends:
-            of_ends_n = logits_nV.softmax(-1)[:, list(ends)].sum(-1)
+            of_ends_n = (logits_nV[:, list(ends)].logsumexp(-1) - logits_nV.logsumexp(-1)).exp()
             place = int(of_ends_n.argmax())
             found.ends.append((float(of_ends_n[place]), (*sample.prompt, *sample.tokens[:place])))
         if num_sorted > 0:
             num_sorted -= len(sample.tokens)
-            for name, masses_n in _kept_masses(logits_nV / sample.temperature, sample.tokens).items():
+            for name, masses_n in _kept_masses(logprobs_nV, own_n).items():
                 kept[name] -= float(masses_n.log().sum())
     found.logprobs_N, found.log_ratios_KN = joined(logprobs), torch.cat([ratios[i] for i in sorted(ratios)], dim=1)
     # A log of 0 is of a token that would not have been drawn: that cannot be what is kept.
@@ -62,20 +77,21 @@ def facts_of(exact: ExactModel, samples: Sequence[Sample], ends: Sequence[int] =
     return found
 
 
-def _kept_masses(logits_nV: torch.Tensor, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+def _kept_masses(logprobs_nV: torch.Tensor, own_n: torch.Tensor) -> dict[str, torch.Tensor]:
     """The probability of what each truncation keeps, 0 where it leaves the drawn token out; float64 [n] each."""
-    probs_nV, order_nV = logits_nV.softmax(-1).sort(-1, descending=True)
-    sums_nV = probs_nV.double().cumsum(-1)
-    drawn_n1 = torch.tensor(tokens, device=logits_nV.device)[:, None]
-    place_n = (order_nV == drawn_n1).int().argmax(-1)
+    # On a CPU, NumPy sorts several times faster; torch sorts places, too.
+    sorted_nV = torch.from_numpy(-np.sort(-logprobs_nV.cpu().numpy(), axis=-1))
+    sums_nV = sorted_nV.double().exp_().cumsum(-1)
+    # The last of those that are as likely: an engine may keep any of them.
+    place_n = (logprobs_nV >= own_n[:, None]).sum(-1).cpu() - 1
     found = {}
     for p in NUCLEI:
-        num_kept_n = (sums_nV < p).sum(-1) + 1
-        found[f"top_p {p:g}"] = num_kept_n
+        # The last sum may be rounded below 1.
+        found[f"top_p {p:g}"] = (sums_nV < p).sum(-1).clamp_(max=sums_nV.shape[-1] - 1) + 1
     for k in TOPS:
-        found[f"top_k {k}"] = torch.full_like(place_n, min(k, logits_nV.shape[-1]))
+        found[f"top_k {k}"] = torch.full_like(place_n, min(k, sums_nV.shape[-1]))
     return {
-        name: torch.where(place_n < num_n, sums_nV.gather(1, (num_n - 1)[:, None])[:, 0], 0.0).cpu()
+        name: torch.where(place_n < num_n, sums_nV.gather(1, (num_n - 1)[:, None])[:, 0], 0.0)
         for name, num_n in found.items()
     }
 

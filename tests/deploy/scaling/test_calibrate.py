@@ -1,13 +1,16 @@
 """`async-rl calibrate` on real runs, and what it refuses before one starts."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from async_rl.shared.locks.run_lock import require_unlocked
 from deploy.scaling.calibrate import main
 from tests.support import ROOT
 
@@ -63,6 +66,23 @@ def test_two_short_runs_of_a_config_tell_what_its_parts_cost(config: Path) -> No
     assert json.loads(subprocess.run(again, cwd=ROOT, capture_output=True, text=True).stdout) == said
 
 
+@pytest.mark.distributed
+@pytest.mark.nightly
+def test_a_signal_ends_the_run_that_goes_on(config: Path) -> None:
+    """And no other one begins."""
+    command = [sys.executable, "-m", "deploy.scaling.calibrate", "run.toml", "--iterations", "500"]
+    run = subprocess.Popen(command, cwd=config.parent, stderr=subprocess.PIPE, text=True)
+    folder = config.parent / "run-calibration"
+    deadline = time.monotonic() + 120
+    while not (folder / "beside" / "metrics.jsonl").is_file() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    said = run.communicate(timeout=180)[1]
+    assert run.returncode == 143 and "is not complete: remove it to begin again" in said, said
+    require_unlocked(folder / "beside")
+    assert not (folder / "after").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -71,6 +91,8 @@ def test_two_short_runs_of_a_config_tell_what_its_parts_cost(config: Path) -> No
         (["--train.mode", "synchronous"], "train.mode is 'synchronous'"),
         (["-o", "."], "'.' exists: plan from it"),
         (["--train.modes", "x"], "train.mode"),
+        # Half of the prompts are too few.
+        (["--train.steps_per_batch", "4", "--algorithm.old_policy", "model"], "prompts.prompts_per_batch"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(

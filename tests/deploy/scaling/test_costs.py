@@ -118,6 +118,18 @@ def test_other_set_ups_take_what_they_would_have_taken(measured: Measured, other
         assert found == pytest.approx(expected, rel=0.05)
 
 
+def test_runs_of_different_models_have_no_plan_in_common(tmp_path: Path) -> None:
+    paths = [tmp_path / "one", tmp_path / "other"]
+    for path in paths:
+        write_run(path, random.Random(0), SET_UP)
+    with pytest.raises(ConfigError, match="is named twice"):
+        measure(paths[0], paths[0])
+    config = json.loads((paths[1] / "config.json").read_text())
+    (paths[1] / "config.json").write_text(json.dumps(config | {"model": {"path": "other"}}))
+    with pytest.raises(ConfigError, match=r"model\.path is .*, and 'other' in"):
+        measure(*paths)
+
+
 def test_two_runs_tell_how_much_the_pools_slow_each_other_down(tmp_path: Path) -> None:
     """One trains beside the rollouts, the other one after them."""
     costs = replace(COSTS, slower_decoding=1.5, slower_training=1.35, row_s=0.001)

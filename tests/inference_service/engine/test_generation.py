@@ -286,3 +286,36 @@ def test_server_answers_while_it_generates(instance: Any) -> None:
 def test_extreme_values_give_ordinary_answers(instance: Any, params: dict[str, Any]) -> None:
     for choice in instance.generate(PROMPT, **{"max_tokens": 5, **params})["choices"]:
         assert 0 < len(choice["token_ids"]) <= 5 and all(logprob > -1e4 for logprob in logprobs(choice))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_echoed_prompts_have_the_models_log_probs(
+    launch_instance: Callable[..., Any],
+    tiny_model: Callable[..., Path],
+    load_reference: Callable[[Path], torch.nn.Module],
+    reference: Callable[..., list[float]],
+    family: str,
+) -> None:
+    """Of prompts that begin alike or are the same, known and new, and of more tokens than one step scores."""
+    path = tiny_model(family)
+    served, model = launch_instance(path), load_reference(path)
+    prompts = [[3 + (i * 7) % 90 for i in range(200)], [5, 6], [7]]
+    prompts += [[*prompts[0][:150], *prompts[1]], prompts[0], prompts[0][:180]]
+    body = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    for _ in range(2):
+        answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()
+        for prompt, choice in zip(prompts, answer["choices"], strict=True):
+            said = choice["logprobs"]
+            assert said["token_logprobs"][0] is said["top_logprobs"][0] is None
+            expected = reference(model, prompt[:1], prompt[1:]) if prompt[1:] else []
+            assert said["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
+            # The tokens of this tokenizer are characters.
+            assert choice["text"].startswith("".join(said["tokens"][:-1])) and len(said["tokens"]) == len(prompt) + 1
+            with torch.inference_mode():
+                likeliest = model(torch.tensor([prompt])).logits[0].log_softmax(-1).amax(-1).tolist()
+            tops = [max(top.values()) for top in said["top_logprobs"][1:]]
+            assert tops == pytest.approx(likeliest, abs=1e-4)
+    refused = httpx.post(f"{served.url}/v1/completions", json={**body, "stream": True}, timeout=60)
+    assert refused.status_code == 400 and "leave stream or echo out" in refused.text
+    refused = httpx.post(f"{served.url}/v1/completions", json={**body, "num_continued": 1}, timeout=60)
+    assert refused.status_code == 400 and "num_continued = 1 beside echo and logprobs" in refused.text

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from async_rl.checks.preflight.model import ModelFiles, require_supported
 from async_rl.errors import ConfigError
 from async_rl.method.types import Group
-from async_rl.shared.model_families import TABLE
+from async_rl.shared.model_families import BIAS_KEYS, TABLE
 from async_rl.shared.model_limits import FAMILIES
 from tests.support.tiny_model import FAMILIES as CLASSES
 from tests.support.tiny_model import MODEL_SIZE, make_tiny_model
@@ -183,7 +183,9 @@ def test_a_flipped_key_is_held_or_refused_by_name(
     (path / "config.json").write_text(json.dumps(config))
     try:
         # The files have the layers, and sizes, of before.
-        is_of_files = key == "layer_types" or (type(other) is int and key not in REFUSED_BY_FILES)
+        is_of_files = key in ("layer_types", "q_lora_rank", *BIAS_KEYS) or (
+            type(other) is int and key not in REFUSED_BY_FILES
+        )
         require_supported(ModelFiles.find(str(path)), is_whole=not is_of_files)
     except ConfigError as error:
         of_rope = key in ("rope_parameters", "max_position_embeddings")

@@ -14,11 +14,12 @@ from tests.support import ROOT
 DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
-# In an environment of their own, where tests/async_rl/records/test_real_trackers.py imports them.
-TRACKERS = {"wandb", "mlflow", "trackio"}
+# In environments of their own, where tests/async_rl/records/test_real_trackers.py and
+# tests/deploy/local/test_harness.py use them.
+ELSEWHERE = {"wandb", "mlflow", "trackio", "harness"}
 
 
-@pytest.mark.parametrize("extra", sorted(extras.MODULES.keys() - TRACKERS))
+@pytest.mark.parametrize("extra", sorted(extras.MODULES.keys() - ELSEWHERE))
 def test_modules_are_those_of_the_packages_that_the_extra_names(extra: str) -> None:
     providers = packages_distributions()
     provided = {canonicalize_name(name) for module in extras.MODULES[extra] for name in providers[module]}

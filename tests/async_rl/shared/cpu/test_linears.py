@@ -2,7 +2,7 @@
 
 import torch
 
-from inference_service.engine.step import Linear, use_faster_products
+from async_rl.shared.cpu.products import Linear, use_faster_products
 
 
 class Odd(torch.nn.Linear):
