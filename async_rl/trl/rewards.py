@@ -24,7 +24,7 @@ def parts_of(given: Any, weights: Sequence[float] | None, template: Mapping[str,
     Raises:
         ConfigError: there is none, one is of another kind, or there are more or fewer weights.
     """
-    functions = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    functions = _listed(given)
     if not functions:
         raise ConfigError("reward_funcs is empty: give a function, the name of a model, or a list of them")
     if weights is not None and len(weights) != len(functions):
@@ -38,6 +38,15 @@ def parts_of(given: Any, weights: Sequence[float] | None, template: Mapping[str,
             zip(functions, [1.0] * len(functions) if weights is None else weights, labels, strict=True)
         )
     ]
+
+
+def has_model(given: Any) -> bool:
+    """Whether a part of `reward_funcs` is a model."""
+    return any(isinstance(each, str) for each in _listed(given))
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
 
 
 def _labels(functions: Sequence[Any]) -> Iterator[str]:

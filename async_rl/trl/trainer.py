@@ -15,6 +15,7 @@ from async_rl.api.settings import Config, tree_of
 from async_rl.checks.preflight.model import ModelFiles
 from async_rl.config.algorithm_section import AlgorithmSection
 from async_rl.errors import ConfigError
+from async_rl.records.run_records import RunRecords
 from async_rl.shared.files import write_file
 from async_rl.trl import callbacks as transformers_callbacks
 from async_rl.trl.adapters import adapter_of
@@ -36,7 +37,7 @@ from async_rl.trl.mapping import (
     require_mapped,
     require_no_auxiliary_loss,
 )
-from async_rl.trl.rewards import MODEL_TIMEOUT_S, parts_of
+from async_rl.trl.rewards import MODEL_TIMEOUT_S, has_model, parts_of
 
 DEFAULT_DIR = "trainer_output"
 OVERRIDDEN = (
@@ -92,12 +93,6 @@ class Trainer:
         Raises:
             ConfigError: an argument would mean something else here, or cannot work.
         """
-        self.args: Arguments = self.args_class() if args is None else args
-        if not isinstance(self.args, self.args_class):
-            raise ConfigError(
-                f"args is a {type(self.args).__module__}.{type(self.args).__name__}: import "
-                f"{self.args_class.__name__} from async_rl.trl, too"
-            )
         _refuse(
             reward_processing_classes=(reward_processing_classes, "the tokenizers of reward models are their own"),
             optimizers=(None if optimizers == (None, None) else optimizers, "it is always AdamW"),
@@ -106,13 +101,8 @@ class Trainer:
             rollout_func=(rollout_func, "it is a rollout program here: docs/rollouts.md"),
             environment_factory=(environment_factory, "environments are rollout programs: docs/rollouts.md"),
         )
-        if (size := os.environ.get("WORLD_SIZE", "1")) not in ("", "0", "1"):
-            raise ConfigError(
-                f"WORLD_SIZE is {size!r}: start the script once, with python; processes are those of "
-                "settings={'trainer': {'num_processes': N}}"
-            )
-        self._require_no_overrides()
-        require_mapped(self.args)
+        self.args: Arguments = self.args_class() if args is None else args
+        self._require_own_arguments()
         self.callbacks = transformers_callbacks.checked(callbacks)
         name = model_name(model, processing_class)
         self.processing_class, self.train_dataset, self.eval_dataset = processing_class, train_dataset, eval_dataset
@@ -122,7 +112,7 @@ class Trainer:
         self._parts = parts_of(reward_funcs, self.args.reward_weights, template)
         self._batch = batch_of(self.args)
         iterations = iterations_of(self.args, self._batch, len(rows))
-        sections = self._sections(name, rows, iterations, peft_config)
+        sections = self._sections(name, rows, iterations, reward_funcs, peft_config)
         for section, keys in (settings or {}).items():
             if not isinstance(keys, Mapping):
                 raise ConfigError(f"settings[{section!r}] is {keys!r:.200}: expected a section's keys, a dictionary")
@@ -142,7 +132,22 @@ class Trainer:
         self.accelerator = SimpleNamespace(print=print, is_main_process=True, wait_for_everyone=lambda: None)
         self._call("on_init_end", Control())
 
-    def _require_no_overrides(self) -> None:
+    def _require_own_arguments(self) -> None:
+        """
+        Raises:
+            ConfigError: they are TRL's, or would mean something else; or the class or its processes would.
+        """
+        if not isinstance(self.args, self.args_class):
+            raise ConfigError(
+                f"args is a {type(self.args).__module__}.{type(self.args).__name__}: import "
+                f"{self.args_class.__name__} from async_rl.trl, too"
+            )
+        if (size := os.environ.get("WORLD_SIZE", "1")) not in ("", "0", "1"):
+            raise ConfigError(
+                f"WORLD_SIZE is {size!r}: start the script once, with python; processes are those of "
+                "settings={'trainer': {'num_processes': N}}"
+            )
+        require_mapped(self.args)
         for name in OVERRIDDEN:
             if hasattr(type(self), name):
                 raise ConfigError(f"{type(self).__name__} has {name}, which nothing calls here: {OVERRIDES}")
@@ -152,10 +157,12 @@ class Trainer:
             f"{type(self).__name__} has no {name!r} here: trainer.run is the run, and the model is in output_dir/model"
         )
 
-    def _sections(self, model: str, rows: Any, iterations: int, peft_config: Any) -> dict[str, Section]:
+    def _sections(
+        self, model: str, rows: Any, iterations: int, reward_funcs: Any, peft_config: Any
+    ) -> dict[str, Section]:
         args, batch = self.args, self._batch
         device = device_of(args)
-        is_chat = not isinstance(rows[0]["prompt"], str)
+        is_chat = not isinstance(next(iter(rows))["prompt"], str)
         require_no_auxiliary_loss(args, ModelFiles.find(model, is_whole=False).config)
         algorithm = algorithm_of(args, [part["label"] for part in self._parts])
         sections: dict[str, Section] = {
@@ -194,7 +201,7 @@ class Trainer:
                 raise ConfigError(f"eval_strategy is {args.eval_strategy!r}, and eval_dataset is missing: give it")
             held = {"name": "eval", "source": self._eval_rows, "num_samples": self._num_eval}
             sections["evaluation"]["sets"] = [held | {"temperature": args.temperature}]
-        if any(isinstance(part["name"], str) for part in self._parts):
+        if has_model(reward_funcs):
             sections["reward"] = {"timeout_s": MODEL_TIMEOUT_S}
         return sections
 
@@ -230,15 +237,13 @@ class Trainer:
     def _follow(self, run: Run) -> TrainOutput:
         state, control = self.state, Control()
         labels, losses, waiting = [part["label"] for part in self._parts], [], []
-        num_tokens, num_evaluations, seconds = 0.0, 0, 0.0
+        evaluations, num_tokens, seconds = RunRecords(run.dir).evaluations, 0.0, 0.0
 
-        def evaluated() -> int:
-            new = _records(run.evaluations)[num_evaluations:]
-            for record in new:
+        def log_evaluations() -> None:
+            for record in evaluations.new_records():
                 # It is of the weights before its iteration, and arrives with a later one's record.
                 step = int(record["iteration"]) * self._batch.steps
                 self._log(evaluation_logs_of(record, labels), control, "on_evaluate", step)
-            return num_evaluations + len(new)
 
         for event in ("on_train_begin", "on_epoch_begin", "on_step_begin"):
             self._call(event, control)
@@ -257,7 +262,7 @@ class Trainer:
                     control.should_log = False
                     self._log({**_means(waiting), "num_tokens": num_tokens}, control)
                     waiting.clear()
-                num_evaluations = evaluated()
+                log_evaluations()
                 is_last = state.global_step >= state.max_steps
                 if int(state.epoch) > epoch or is_last:
                     self._call("on_epoch_end", control)
@@ -268,7 +273,7 @@ class Trainer:
                     self._call("on_epoch_begin", control)
                 if not is_last:
                     self._call("on_step_begin", control)
-            num_evaluations = evaluated()
+            log_evaluations()
         except BaseException:
             run.stop()
             raise
@@ -386,7 +391,3 @@ def _recomputes(args: Arguments) -> bool:
 def _means(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for line in lines for name in line)
     return {name: fmean(line[name] for line in lines if name in line) for name in names}
-
-
-def _records(table: Any) -> list[Any]:
-    return table.to_dict("records") if hasattr(table, "to_dict") else list(table)

@@ -22,7 +22,7 @@ from transformers import (
 
 from async_rl.errors import ConfigError, RewardError
 from async_rl.trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from async_rl.trl.rewards import of_function, of_model
+from async_rl.trl.rewards import MODEL_TIMEOUT_S, of_function, of_model
 from tests.support import ROOT
 from tests.support.chat_tokenizer import make_chat_model
 
@@ -135,6 +135,20 @@ def test_rloo_with_adapters_is_stopped_by_a_callback(tiny_model: Callable[..., P
 
 @pytest.mark.distributed
 @pytest.mark.nightly
+def test_a_run_is_rewarded_by_a_model_of_its_own(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    source = tiny_model("qwen3", tied=True)
+    AutoModelForSequenceClassification.from_pretrained(source, num_labels=1).save_pretrained(tmp_path / "judge")
+    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / "judge")
+    trainer = GRPOTrainer(
+        str(source), [str(tmp_path / "judge"), half], GRPOConfig(str(tmp_path / "run"), **SMALL), ROWS
+    )
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert first["reward"] == pytest.approx(first["rewards/judge/mean"] + first["rewards/half/mean"], rel=1e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
 def test_the_users_error_arrives(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     def raises(completions: Any, **_: Any) -> list[float]:
         raise KeyError("mine")
@@ -217,6 +231,10 @@ def test_a_model_scores_prompt_and_completion_as_in_trl(tiny_model: Callable[...
             float(model(**tokenizer(t, return_tensors="pt", add_special_tokens=False)).logits[0, 0]) for t in texts
         ]
     assert found == pytest.approx(expected, abs=1e-5)
+    # Rows that can only be iterated over; the process that scores them loads the model first.
+    rows = type("Rows", (), {"__len__": lambda _: len(ROWS), "__iter__": lambda _: iter(ROWS)})()
+    trainer = GRPOTrainer(str(source), str(tmp_path), GRPOConfig("o", max_completion_length=16), rows)
+    assert trainer.config.reward.timeout_s == MODEL_TIMEOUT_S
 
 
 class Saves(TrainerCallback):  # type: ignore[misc]
