@@ -17,9 +17,11 @@ from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
 from async_rl.shared.programs.error_text import error_text
-from deploy.scaling import graph
-from deploy.scaling.batches import Batches, devices_of
+from deploy.scaling import chart, graph
+from deploy.scaling.batches import TURNS, Batches, devices_of
 from deploy.scaling.costs import Measured, measure
+from deploy.scaling.failures import Failures, Kind, failures_of
+from deploy.scaling.iterations import LARGEST, checkpoint_every
 from deploy.scaling.simulation import ASSUMED, SCHEDULES, Outcome, SetUp
 
 APART = 1.05
@@ -47,14 +49,23 @@ def text_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> str:
         "instances  replicas  devices         iteration  tokens/s  per device  training waits  instances idle  limit",
     ]
     lines += [_row(run, batches, set_up) for set_up in dict.fromkeys(set_ups)]
-    best = set_ups[0] if len(set_ups) == 1 else set_ups[1]
+    best = _best(set_ups)
     periodic = batches.mean(replace(best, schedule="periodic")).seconds
     lines += ["", f"schedules with instances: {best.num_instances}, replicas: {best.num_replicas}"]
     for schedule in SCHEDULES:
         seconds = batches.mean(replace(best, schedule=schedule)).seconds
         note = " (trains samples of older weights; not offered)" if schedule == "one step behind" else ""
         lines.append(f"  {schedule:<16}{_s(seconds):>9}  {seconds / periodic:.2f} of periodic{note}")
+    turns = batches.mean(batches.turns(devices_of(run, best))).seconds
+    lines.append(
+        f"  {TURNS:<16}{_s(turns):>9}  {turns / periodic:.2f} of periodic (both pools on all devices; no swaps)"
+    )
     return "\n".join([*lines, "", "taken for granted: " + "; ".join(ASSUMED)])
+
+
+def _best(set_ups: Sequence[SetUp]) -> SetUp:
+    """After the run's own the best one comes, if there is any."""
+    return set_ups[0] if len(set_ups) == 1 else set_ups[1]
 
 
 def _row(run: Measured, batches: Batches, set_up: SetUp) -> str:
@@ -79,8 +90,25 @@ def _figures(mean: Outcome) -> dict[str, float]:
     return {name: getattr(mean, name) for name in ("seconds", "tokens_per_s", "idle_training", "idle_inference")}
 
 
-def json_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> dict[str, Any]:
+def text_of_failures(failures: Failures, mtbf_hours: float, every: int) -> str:
+    def line(name: str, kind: Kind) -> str:
+        return f"  {name:<16}every {kind.iterations:,.3g} iterations, {_s(kind.cost_s)} each time"
+
+    return "\n".join(
+        (
+            "",
+            f"failures, of a device every {mtbf_hours:g} h: {failures.share:.2%} of the time",
+            line("an instance", failures.instances),
+            line("training", failures.training) + f", with a checkpoint every {every} iterations",
+        )
+    )
+
+
+def json_of(
+    run: Measured, batches: Batches, set_ups: Sequence[SetUp], failures: Failures | None = None
+) -> dict[str, Any]:
     """Everything that the text has, by the names of `Costs`, `SetUp` and `Outcome`; the first set-up is the run's."""
+    turns = batches.turns(devices_of(run, _best(set_ups)))
     return {
         "costs": asdict(run.costs),
         "num_iterations": len(run.iterations),
@@ -94,6 +122,8 @@ def json_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> dict[s
             }
             for set_up in set_ups
         ],
+        "turns": {**asdict(turns), **_figures(batches.mean(turns))},
+        "failures": None if failures is None else asdict(failures),
         "assumed": list(ASSUMED),
     }
 
@@ -107,8 +137,12 @@ def show_graph(config: Path, overrides: Sequence[str], output: Path | None) -> N
     if output is None:
         print(graph.text_of(pipeline))
         return
+    _write(output, graph.svg_of(pipeline))
+
+
+def _write(output: Path, svg: str) -> None:
     try:
-        output.write_text(graph.svg_of(pipeline), encoding="utf-8")
+        output.write_text(svg, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"-o {str(output)!r} cannot be written: {error.strerror}; name another file") from error
 
@@ -128,12 +162,16 @@ def make_parser() -> Parser:
         help="run.dir of a run that goes on or is over, and of others of the same model and hardware; or a config",
     )
     parser.add_argument("--graph", action="store_true", help="show the stages of a group, of the config that is named")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="with --graph: where to draw them, as SVG")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="where to draw an SVG: the stages, or the devices"
+    )
     parser.add_argument("--devices", type=int, metavar="N", help="find the best split of so many among both pools")
     parser.add_argument("--instances", type=int, metavar="N", help="simulate so many; by default as many as now")
     parser.add_argument("--replicas", type=int, metavar="N", help="simulate so many; by default as many as now")
     parser.add_argument("--prompts", type=int, metavar="N", help="prompts of a batch; by default as many as now")
     parser.add_argument("--responses", type=int, metavar="N", help="responses to a prompt; by default as many as now")
+    parser.add_argument("--mtbf-hours", type=float, metavar="H", help="what failures cost, if a device has one every H")
+    parser.add_argument("--restart-s", type=float, default=120.0, metavar="S", help="until it is back, by default 120")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     return parser
 
@@ -146,13 +184,18 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"--{name} is {value}: expected at least 1")
     if options.devices and (options.instances or options.replicas):
         parser.error("--devices finds the numbers of instances and replicas itself: leave these out")
-    others = [f"--{name}" for name in ("devices", "instances", "replicas", "prompts", "responses", "json")]
-    if options.graph and (given := [name for name in others if getattr(options, name[2:])]):
+    for name in ("mtbf_hours", "restart_s"):
+        if (value := getattr(options, name)) is not None and not 0 < value <= LARGEST:
+            parser.error(f"--{name.replace('_', '-')} is {value}: expected a positive number")
+    others = ["--devices", "--instances", "--replicas", "--prompts", "--responses", "--json", "--mtbf-hours"]
+    if options.graph and (given := [name for name in others if getattr(options, name[2:].replace("-", "_"))]):
         parser.error(f"{given[0]} is for the records of a run, and --graph shows a config: leave one of them out")
     if options.graph and options.run[1:]:
         parser.error(f"{str(options.run[1])!r} is a second config: --graph shows one")
-    if not options.graph and (options.output or parser.overrides):
-        parser.error(f"{'-o' if options.output else parser.overrides[0]} is for --graph CONFIG: add --graph")
+    if not options.graph and parser.overrides:
+        parser.error(f"{parser.overrides[0]} is for --graph CONFIG: add --graph")
+    if options.output and not (options.graph or options.devices):
+        parser.error("-o is for --graph CONFIG, or for --devices N: add --graph or --devices")
     try:
         if options.graph:
             show_graph(options.run[0], parser.overrides, options.output)
@@ -170,10 +213,20 @@ def main(argv: Sequence[str]) -> int:
                     num_replicas=options.replicas or run.set_up.num_replicas,
                 )
             )
+        if options.output:
+            _write(options.output, chart.svg_of(batches.by_devices(options.devices)))
+        failures, every = None, checkpoint_every(options.run[0])
+        if options.mtbf_hours:
+            failures = failures_of(run, batches, _best(set_ups), 3600 * options.mtbf_hours, options.restart_s, every)
     except AsyncRLError as error:
         print(f"async-rl plan: {error_text(error)}", file=sys.stderr)
         return USAGE_ERROR
-    print(json.dumps(json_of(run, batches, set_ups)) if options.json else text_of(run, batches, set_ups))
+    if options.json:
+        print(json.dumps(json_of(run, batches, set_ups, failures)))
+        return 0
+    print(text_of(run, batches, set_ups))
+    if failures is not None:
+        print(text_of_failures(failures, options.mtbf_hours, every))
     return 0
 
 

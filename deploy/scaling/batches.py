@@ -7,7 +7,7 @@ from statistics import fmean
 
 from async_rl.errors import ConfigError
 from deploy.scaling.costs import Measured
-from deploy.scaling.simulation import Costs, Outcome, SetUp, Shape, simulate
+from deploy.scaling.simulation import SCHEDULES, Costs, Loss, Outcome, Schedule, SetUp, Shape, simulate
 
 NUM_BATCHES = 4
 """Simulated of each set-up that is shown; of the many that are tried one."""
@@ -16,6 +16,9 @@ NUM_SPLITS = 40
 """Tried at most before those beside the best one."""
 
 NUM_SHOWN = 5
+
+TURNS = "turns"
+"""Pools that take turns on all devices."""
 
 MOST_RESPONSES = 200_000
 """Of a batch: to simulate one takes a second."""
@@ -65,8 +68,40 @@ class Batches:
         seconds = [self.mean(set_up, costs=costs).seconds for costs in (self._run.costs, *self._run.others)]
         return min(seconds), max(seconds)
 
-    def splits(self, num_devices: int) -> list[SetUp]:
-        """Of so many devices, those whose iterations are shortest, the best one first.
+    def with_loss(self, set_up: SetUp, part: float, back_s: float) -> Outcome:
+        """The mean of the same batches if an instance is lost when so much of the rollouts' time has passed."""
+        lost = Loss(part * self.mean(set_up).rollout_s, back_s)
+        return mean_of([simulate(batch, self._run.costs, set_up, lost) for batch in self._drawn])
+
+    def turns(self, num_devices: int) -> SetUp:
+        """Pools that take turns on all of so many devices, as many as a replica and an instance need or more."""
+        of_instance, of_replica = self._run.devices_of
+        num_groups = len(self._drawn[0])
+        return replace(
+            self._run.set_up,
+            num_instances=min(num_groups, max(1, num_devices // of_instance)),
+            num_replicas=min(num_groups, max(1, num_devices // of_replica)),
+            schedule="synchronous",
+        )
+
+    def by_devices(self, num_devices: int) -> dict[str, list[tuple[int, float]]]:
+        """Of each schedule, and of pools that take turns: (number of devices, tokens per second and device) of the best
+        split, for numbers that double up to so many."""
+        sizes = [num_devices]
+        while sizes[0] // 2 >= sum(self._run.devices_of):
+            sizes.insert(0, sizes[0] // 2)
+        best: dict[str, list[SetUp]] = {
+            schedule: [self.splits(size, schedule)[0] for size in sizes] for schedule in SCHEDULES
+        }
+        best[TURNS] = [self.turns(size) for size in sizes]
+        return {
+            name: [(size, self.mean(set_up).tokens_per_s / size) for size, set_up in zip(sizes, set_ups, strict=True)]
+            for name, set_ups in best.items()
+        }
+
+    def splits(self, num_devices: int, schedule: Schedule | None = None) -> list[SetUp]:
+        """Of so many devices, those whose iterations are shortest, the best one first; by default of the run's
+        schedule.
 
         Raises:
             ConfigError: there is no room for an instance and a replica.
@@ -78,12 +113,14 @@ class Batches:
                 f"--devices is {num_devices}: an instance of this run has {of_instance}, a replica {of_replica}; name "
                 f"at least {of_instance + of_replica}"
             )
-        num_groups = len(self._drawn[0])
+        num_groups, now = len(self._drawn[0]), self._run.set_up
         most = min(most, num_groups)
 
         def split(num_replicas: int) -> SetUp:
             num_instances = min(num_groups, (num_devices - num_replicas * of_replica) // of_instance)
-            return replace(self._run.set_up, num_instances=num_instances, num_replicas=num_replicas)
+            return SetUp(
+                num_instances, num_replicas, now.max_running, now.window_rows, schedule=schedule or now.schedule
+            )
 
         tried = {1 + place * (most - 1) // NUM_SPLITS for place in range(NUM_SPLITS + 1)}
         seconds = {number: self.mean(split(number), 1).seconds for number in tried}

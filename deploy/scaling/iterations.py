@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from async_rl.config.sections import CheckpointSection
 from async_rl.errors import ConfigError
 from async_rl.records.rotation import TIMELINE
 from async_rl.records.run_records import (
@@ -112,6 +113,17 @@ def set_up_of(run_dir: Path) -> tuple[SetUp, int]:
         )
     schedule: Schedule = "synchronous" if mode == "synchronous" else "periodic"
     return SetUp(max_running=max_running, window_rows=window_rows, schedule=schedule), math.prod(sizes)
+
+
+def checkpoint_every(run_dir: Path) -> int:
+    """Iterations between checkpoints, of a run's config.json; of one that saves none, as `calibrate` has, the default.
+
+    Raises:
+        ConfigError: it is no run's.
+    """
+    section = object_in(run_dir / "config.json").get("checkpoint")
+    every = section.get("every") if isinstance(section, dict) else None
+    return every if isinstance(every, int) and 0 < every <= LARGEST else CheckpointSection().every
 
 
 def require_same(run_dir: Path, other: Path) -> None:

@@ -103,9 +103,17 @@ class Outcome:
         return 1 - min(1.0, self.rollout_s / self.seconds)
 
 
-def simulate(groups: Sequence[Shape], costs: Costs, set_up: SetUp) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """An instance is lost `at_s` after the dispatch, and is back `back_s` later, for which only a pool of one waits."""
+
+    at_s: float
+    back_s: float
+
+
+def simulate(groups: Sequence[Shape], costs: Costs, set_up: SetUp, loss: Loss | None = None) -> Outcome:
     """An iteration of these groups, at least one, all dispatched at its beginning."""
-    alone = finish_times(groups, costs, set_up)
+    alone = finish_times(groups, costs, set_up, loss)
     rollouts = max(alone)
     arrivals = [
         (end if set_up.schedule == "periodic" else 0.0, group.num_rows)
@@ -135,47 +143,78 @@ class _Instance:
     def __init__(self, costs: Costs, max_running: int) -> None:
         self._costs = costs
         self._max_running = max_running
-        self._waiting: deque[tuple[int, int, int]] = deque()
-        """(group, tokens, tokens of a prompt that is computed first)."""
-        self._running: list[tuple[int, int]] = []
-        """A heap of (number of steps at its end, group)."""
-        self._now_s, self._num_steps = 0.0, 0
+        self._waiting: deque[tuple[int, int, int, int]] = deque()
+        """(group, tokens that are left, tokens that are computed first, tokens of its prompt and response)."""
+        self._running: list[tuple[float, int, int]] = []
+        """A heap of (number of steps at its end, group, tokens of its prompt and response)."""
+        self._now_s, self._num_steps = 0.0, 0.0
 
     @property
     def has_room(self) -> bool:
         return len(self._running) < self._max_running
 
+    def left_at(self, at_s: float) -> float:
+        """Tokens of its responses that are not sampled by then."""
+        self._pass(at_s)
+        return sum(end - self._num_steps for end, _, _ in self._running) + sum(each[1] for each in self._waiting)
+
     def give(self, index: int, group: Shape) -> None:
         for number, tokens in enumerate(group.response_tokens):
-            self._waiting.append((index, tokens, 0 if number else group.prompt_tokens))
+            first = 0 if number else group.prompt_tokens
+            self._waiting.append((index, tokens, first, group.prompt_tokens + tokens))
         self._admit()
+
+    def continue_response(self, at_s: float, index: int, left: int, num_tokens: int) -> None:
+        """Goes on with one that another instance has lost: what was sampled of it is computed again."""
+        self._pass(at_s)
+        self._waiting.append((index, left, num_tokens - left, num_tokens))
+        self._admit()
+
+    def lose(self, at_s: float) -> list[tuple[int, int, int]]:
+        """Forgets all that has not ended, as (group, tokens that are left, tokens of its prompt and response)."""
+        self._pass(at_s)
+        running = [(index, math.ceil(end - self._num_steps - 1e-9), of) for end, index, of in sorted(self._running)]
+        lost = running + [(index, left, of) for index, left, _, of in self._waiting]
+        self._running.clear()
+        self._waiting.clear()
+        return lost
+
+    def _pass(self, until_s: float) -> None:
+        # A prompt that is being computed is computed to its end.
+        if self._running and until_s > self._now_s and self._step_s:
+            self._num_steps += (until_s - self._now_s) / self._step_s
+        self._now_s = max(self._now_s, until_s)
+
+    @property
+    def _step_s(self) -> float:
+        return self._costs.step_s + len(self._running) * self._costs.token_s
 
     def _admit(self) -> None:
         while self._waiting and self.has_room:
-            index, tokens, prompt_tokens = self._waiting.popleft()
-            self._now_s += prompt_tokens * self._costs.prompt_token_s
-            heapq.heappush(self._running, (self._num_steps + tokens, index))
+            index, left, first, num_tokens = self._waiting.popleft()
+            self._now_s += first * self._costs.prompt_token_s
+            heapq.heappush(self._running, (self._num_steps + left, index, num_tokens))
 
     def next_end_s(self) -> float:
         """When the next response ends; infinite if it has none."""
         if not self._running:
             return math.inf
-        step_s = self._costs.step_s + len(self._running) * self._costs.token_s
-        return self._now_s + (self._running[0][0] - self._num_steps) * step_s
+        return self._now_s + (self._running[0][0] - self._num_steps) * self._step_s
 
     def end_next(self) -> int:
         """The group of the response that ends next, at `next_end_s`."""
         self._now_s = self.next_end_s()
-        self._num_steps, index = heapq.heappop(self._running)
+        self._num_steps, index, _ = heapq.heappop(self._running)
         self._admit()
         return index
 
 
-def finish_times(groups: Sequence[Shape], costs: Costs, set_up: SetUp) -> list[float]:
+def finish_times(groups: Sequence[Shape], costs: Costs, set_up: SetUp, loss: Loss | None = None) -> list[float]:
     """When each group is in the queue, in seconds after the dispatch, which takes them in this order.
 
     Each goes to the instance with the fewest outstanding tokens. An instance gets no further group while it has as many
-    responses as it decodes at once.
+    responses as it decodes at once. Responses of one that is lost go on from what was sampled of them, each at the
+    instance with the fewest tokens left.
     """
     instances = [_Instance(costs, set_up.max_running) for _ in range(min(set_up.num_instances, len(groups)))]
     order = deque(enumerate(groups))
@@ -188,11 +227,15 @@ def finish_times(groups: Sequence[Shape], costs: Costs, set_up: SetUp) -> list[f
             heapq.heappush(least, (tokens + sum(group.response_tokens), place))
     left = [len(group.response_tokens) for group in groups]
     finished = [0.0] * len(groups)
-    ends = [(instance.next_end_s(), place) for place, instance in enumerate(instances)]
-    heapq.heapify(ends)
-    for _ in range(sum(left)):
+    ends = _ends_of(instances)
+    num_left = sum(left)
+    while num_left:
+        if loss is not None and ends[0][0] > loss.at_s:
+            _lose_first(instances, loss)
+            ends, loss = _ends_of(instances), None
         ended_s, place = heapq.heappop(ends)
         index = instances[place].end_next()
+        num_left -= 1
         left[index] -= 1
         if not left[index]:
             finished[index] = ended_s + costs.score_s
@@ -201,6 +244,26 @@ def finish_times(groups: Sequence[Shape], costs: Costs, set_up: SetUp) -> list[f
             instances[place].give(*order.popleft())
         heapq.heappush(ends, (instances[place].next_end_s(), place))
     return finished
+
+
+def _ends_of(instances: Sequence[_Instance]) -> list[tuple[float, int]]:
+    """A heap of (when the next response of an instance ends, its place)."""
+    ends = [(instance.next_end_s(), place) for place, instance in enumerate(instances)]
+    heapq.heapify(ends)
+    return ends
+
+
+def _lose_first(instances: list[_Instance], loss: Loss) -> None:
+    """The first one is lost: others go on with its responses, or if there are none it, when it is back."""
+    lost = instances[0].lose(loss.at_s)
+    others = list(enumerate(instances))[1:] or [(0, instances[0])]
+    at_s = loss.at_s if len(instances) > 1 else loss.at_s + loss.back_s
+    least = [(instance.left_at(loss.at_s), place) for place, instance in others]
+    heapq.heapify(least)
+    for index, left, num_tokens in lost:
+        tokens, place = heapq.heappop(least)
+        instances[place].continue_response(at_s, index, left, num_tokens)
+        heapq.heappush(least, (tokens + left, place))
 
 
 def train(
