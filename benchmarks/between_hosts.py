@@ -9,6 +9,8 @@ to one and then to both instances; a producer has batches of a tiny model sample
 - `publish_s.NETWORK.N`: median seconds of a publish to N instances;
 - `first_publish_s.NETWORK.N`: of the one that also forms the weight group;
 - `small_publish_s.NETWORK`: median seconds of a publish of the tiny model, which is nearly all round trips;
+- `changes_s.NETWORK`, `changes_bytes.NETWORK`: median seconds, and share of the bytes, of a publish to one instance
+  with the transport "changes", after steps of 1e-6, as AdamW takes them at that rate;
 - `of_the_rate.N`: the least time in which the far link carries the bytes to N instances / `publish_s.far.N`;
 - `rollout_s.NETWORK.LENGTH`: median seconds of a batch whose responses have that many tokens.
 """
@@ -25,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from async_rl.rollouts.groups.group_maker import SingleTurns
 
@@ -38,7 +40,7 @@ from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.config.reward_section import RewardSection
 from async_rl.config.rollout_section import RolloutSection
 from async_rl.method.token_arrays import TokenIds
-from async_rl.method.types import Batch, Prompt
+from async_rl.method.types import Batch, Prompt, Publication
 from async_rl.rollouts.data.prompts import Tokenizer
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.publish.publisher import Publisher
@@ -51,6 +53,7 @@ from benchmarks.common.link import Link, why_no_link
 from benchmarks.common.local_producer import LocalProducer as Producer
 from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
 from benchmarks.common.running_instance import wait_for_url
+from benchmarks.weight_sync import step
 
 NETWORKS = ("near", "far")
 INSTANCES = ("one", "two")
@@ -105,10 +108,12 @@ def stream_of(path: Path) -> Stream:
 
 
 @contextmanager
-def published(urls: Sequence[str], stream: Stream) -> Iterator[tuple[Callable[[], float], EventLoopThread, Any]]:
-    """A function that publishes once and returns the seconds, its loop and its pool."""
+def published(
+    urls: Sequence[str], stream: Stream, transport: Literal["broadcast", "changes"] = "broadcast"
+) -> Iterator[tuple[Callable[[], Publication], EventLoopThread, Any]]:
+    """A function that publishes once, its loop and its pool."""
     source = WeightSource([spec for spec, _ in stream], lambda: iter(stream))
-    config = PublishSection(timeout_s=TIMEOUT_S)
+    config = PublishSection(timeout_s=TIMEOUT_S, transport=transport)
     with ExitStack() as closing:
         loop = EventLoopThread()
         closing.callback(loop.close)
@@ -119,10 +124,10 @@ def published(urls: Sequence[str], stream: Stream) -> Iterator[tuple[Callable[[]
         closing.callback(sender.close)
         publisher = Publisher(pool, loop, config, sender, wait_s=TIMEOUT_S)
 
-        def publish() -> float:
+        def publish() -> Publication:
             publication = publisher.publish(VERSION)
             assert len(publication.instances) == len(urls)
-            return publication.seconds
+            return publication
 
         yield publish, loop, pool
 
@@ -130,8 +135,24 @@ def published(urls: Sequence[str], stream: Stream) -> Iterator[tuple[Callable[[]
 def measure_publish(urls: Sequence[str], stream: Stream, repeats: int) -> tuple[float, float]:
     """The seconds of the first publish, and the median of `repeats` further ones."""
     with published(urls, stream) as (publish, _, _):
-        first = publish()
-        return first, statistics.median(publish() for _ in range(repeats))
+        first = publish().seconds
+        return first, statistics.median(publish().seconds for _ in range(repeats))
+
+
+def measure_changes(url: str, stream: Stream, repeats: int) -> tuple[float, float]:
+    """The median seconds of a publish of what a step has changed, and its share of the bytes."""
+    masters = [weight.float() for _, weight in stream]
+    publications = []
+    with published([url], stream, "changes") as (publish, _, _):
+        publish()
+        for _ in range(repeats):
+            step(masters, stream)
+            publications.append(publish())
+    seconds, num_bytes = (
+        statistics.median(values)
+        for values in zip(*((each.seconds, each.num_bytes) for each in publications), strict=True)
+    )
+    return seconds, num_bytes / sum(spec.num_bytes for spec, _ in stream)
 
 
 def measure_rollouts(url: str, model: Path, stream: Stream, repeats: int) -> dict[int, float]:
@@ -175,6 +196,8 @@ def measure(urls: Mapping[str, Mapping[str, Sequence[str]]], models: Path, repea
         for number in (1, 2):
             first, further = measure_publish(urls[network]["large"][:number], large, repeats)
             answer |= {f"first_publish_s.{network}.{number}": first, f"publish_s.{network}.{number}": further}
+        changes_s, share = measure_changes(urls[network]["large"][0], large, repeats)
+        answer |= {f"changes_s.{network}": changes_s, f"changes_bytes.{network}": share}
         _, answer[f"small_publish_s.{network}"] = measure_publish(urls[network]["small"], small, repeats)
         for length, seconds in measure_rollouts(urls[network]["small"][0], models / "small", small, repeats).items():
             answer[f"rollout_s.{network}.{length}"] = seconds

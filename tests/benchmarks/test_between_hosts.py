@@ -21,4 +21,4 @@ def test_a_publish_over_a_link_with_a_delay_takes_round_trips_longer() -> None:
     # A publish has at least six calls one after the other.
     assert result["small_publish_s.far"] > result["small_publish_s.near"] + 6 * 0.020
     assert {f"rollout_s.{network}.{length}" for network in ("near", "far") for length in (8, 64)} <= result.keys()
-    assert 0 < result["of_the_rate.1"] < 1
+    assert 0 < result["of_the_rate.1"] < 1 and 0 < result["changes_bytes.far"] < 1 / 3
