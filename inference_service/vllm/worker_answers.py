@@ -31,10 +31,10 @@ class _OneOfAll:
     def __init__(self, queues: Sequence[Any], rank: int, answers: list[Any]) -> None:
         self._queues, self._rank, self._answers = queues, rank, answers
 
-    def dequeue(self, timeout: float | None = None) -> Any:
-        """The answer of one worker, once those of all are read."""
+    def dequeue(self, **how: Any) -> Any:
+        """The answer of one worker, once those of all are read; earlier releases pass more than a timeout."""
         while len(self._answers) < len(self._queues):
-            self._answers.append(self._queues[len(self._answers)].dequeue(timeout=timeout))
+            self._answers.append(self._queues[len(self._answers)].dequeue(**how))
         return self._answers[self._rank]
 
 
