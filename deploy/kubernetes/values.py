@@ -161,6 +161,11 @@ def _require_possible(config: Config, engine: str, hosts: int) -> None:
             f"--hosts-per-instance is {hosts}, which does not divide inference.tensor_parallel = "
             f"{config.inference.tensor_parallel}: each host has the same number of an instance's workers"
         )
+    if config.publishes_adapters:
+        raise ConfigError(
+            f"--hosts-per-instance is {hosts}, but adapters are published alone, which vLLM loads from a directory of "
+            "one host: set adapter.publish to 'merged'"
+        )
 
 
 def _demand(resources: Resources, hosts: int) -> dict[str, Any]:

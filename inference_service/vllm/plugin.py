@@ -4,16 +4,19 @@ vLLM calls `register` in its API server, its engine core and every worker, in so
 """
 
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from inference_service.vllm.command import BACKEND
+from inference_service.vllm.worker_answers import read_all_answers
 
 _registered = False
 
 
 def register() -> None:
-    """Registers the transport in this process; a second call does nothing."""
+    """Registers the transport in this process, and patches vLLM; a second call does nothing."""
     global _registered
     if not _registered:
         module = "inference_service.vllm.weight_engine"
         WeightTransferEngineFactory.register_engine(BACKEND, module, "WeightStreamEngine")
+        read_all_answers(MultiprocExecutor)
         _registered = True

@@ -40,8 +40,9 @@ PROMPT = [5, 6, 7, 8, 9, 40, 41, 3]
 ADAPTER = AdapterSection(rank=4, alpha=8)
 
 
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_vllm_samples_from_the_adapters_of_each_version_and_one_that_takes_none_is_named(
-    start_vllm: StartVllm, vllm: Instance, vllm_model: Path, parallel: Parallel, tmp_path: Path
+    start_vllm: StartVllm, vllm: Instance, vllm_model: Path, parallel: Parallel, tmp_path: Path, workers: int
 ) -> None:
     sections = (ModelSection(path=str(vllm_model)), RolloutSection(), AlgorithmSection(), OptimizerSection())
     megatron = MegatronTrainer(
@@ -52,7 +53,8 @@ def test_vllm_samples_from_the_adapters_of_each_version_and_one_that_takes_none_
     info = adapter_info(megatron, parallel, ADAPTER)
     sender = WeightSender(weight_source(megatron, parallel, lambda: None, info), config, "run")
     shutdown = Shutdown(parallel, StopSignal(), grace_s=60.0)
-    with start_vllm("--enable-lora", "--max-lora-rank", "8") as able:
+    options = ("--enable-lora", "--max-lora-rank", "8", "--tensor-parallel-size", str(workers))
+    with start_vllm(*options) as able:
         pool = InferencePool(PoolSection(instances=(able.url, vllm.url)), TOKEN)
         canary = Canary(config, rollout, PROMPT, noise, "float32")
         probe = Probe(config, rollout, PROMPT, noise)
@@ -63,6 +65,7 @@ def test_vllm_samples_from_the_adapters_of_each_version_and_one_that_takes_none_
                 publication = rank.publish_weights()
                 reasons = {member.url: str(member.reason) for member in pool.members}
                 assert publication.instances == (able.url,), reasons
+                assert publication.num_workers == workers
                 assert "started without --enable-lora" in reasons[vllm.url]
                 models = [model["id"] for model in able.client.get("/v1/models").json()["data"]]
                 assert models == ["tiny", publication.version], "the old one is unloaded"

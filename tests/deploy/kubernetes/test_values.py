@@ -93,6 +93,9 @@ def test_an_instance_of_several_hosts_has_a_leader_with_the_api_and_workers_with
         values_of(asked, hosts_per_instance=0)
     with pytest.raises(ConfigError, match=r"is 2 with --engine ray: .* more only with jobset"):
         values_of(asked, hosts_per_instance=2, engine="ray")
+    alone = {**asked, "adapter.rank": 4, "adapter.publish": "adapters"}
+    with pytest.raises(ConfigError, match=r"adapters are published alone, .* set adapter.publish to 'merged'"):
+        values_of(alone, hosts_per_instance=2)
 
 
 def test_a_range_of_instances_is_followed_by_an_autoscaler(values_of: VALUES) -> None:
