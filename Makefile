@@ -94,9 +94,9 @@ test-harness: $(READY) $(HARNESS_READY)
 test-browser: $(READY)
 	$(BIN)/python -m pytest -m browser tests/async_rl/parts/dashboard $(ARGS)
 
-# Losses against TRL's, which `make test` leaves out where this environment is missing.
+# Losses and counts against TRL's, which `make test` leaves out where this environment is missing.
 test-peers: $(READY) $(PEERS_READY)
-	$(BIN)/python -m pytest -m "" tests/benchmarks/test_peers.py -k same_samples $(ARGS)
+	$(BIN)/python -m pytest -m "" tests/benchmarks/test_peers.py -k "same_samples or by_trl" $(ARGS)
 
 vllm: $(VLLM_READY)
 

@@ -251,7 +251,8 @@ class Trainer:
             for record in run:
                 epoch = int(state.epoch)
                 state.global_step = (record["iteration"] + 1) * self._batch.steps
-                state.epoch = (record["iteration"] + 1) * self._batch.prompts / len(self._rows)
+                # As TRL counts: rows that fill no batch at an epoch's end are none of its steps.
+                state.epoch = (record["iteration"] + 1) / max(1, len(self._rows) // self._batch.prompts)
                 logs = logs_of(record, labels, self._batch, self._loss_scale)
                 num_tokens += logs.pop("num_tokens")
                 losses.append(logs.get("loss", 0.0))

@@ -4,7 +4,9 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -68,6 +70,41 @@ def test_both_sides_compute_the_same_loss_and_gradient_from_the_same_samples() -
         assert found.get(f"loss_difference.{name}", 0.0) < 3e-6 and found[f"grad_norm_difference.{name}"] < 5e-6, name
     assert len(CASES) >= 20 and sum(case.given is None for case in CASES.values()) >= 20
     assert len(found["left_out"]) == len(DEFAULT)
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+@pytest.mark.skipif(not TRL_PYTHON.exists(), reason=f"{TRL_PYTHON} is missing: `make test-peers` makes it")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"per_device_train_batch_size": 4, "num_generations": 2, "num_train_epochs": 1.5},
+        {
+            **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4},
+            **{"num_generations": 2, "num_train_epochs": 1.5, "lr_scheduler_type": "constant"},
+        },
+        {"per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 6, "lr_scheduler_type": "constant"},
+    ],
+    ids=["an epoch and a half", "two steps per batch", "so many steps"],
+)
+def test_steps_epochs_rates_and_tokens_are_counted_as_by_trl(
+    tiny_model: Callable[..., Path], tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    """`async_rl.trl` and TRL itself run the same script; responses of one token, as samples are not the same."""
+    found = []
+    for python, module in ((str(TRL_PYTHON), "trl"), (sys.executable, "async_rl.trl")):
+        command = [python, str(Path(__file__).with_name("trl_counts.py")), module, str(tiny_model("qwen3"))]
+        command += [str(tmp_path / module), json.dumps(arguments)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    (steps, most, logs), (our_steps, our_most, our_logs) = found
+    assert (our_steps, our_most) == (steps, most) and our_steps > 1
+    # A log for each batch here, which may have several steps.
+    by_step = {step: rest for step, *rest in logs}
+    assert our_logs and our_logs[-1][0] == steps
+    for step, *rest in our_logs:
+        assert rest == pytest.approx(by_step[step], rel=1e-6)
 
 
 @pytest.mark.distributed
