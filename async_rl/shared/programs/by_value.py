@@ -17,7 +17,7 @@ import textwrap
 from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, TypeVar
 
 from async_rl.errors import ConfigError
@@ -132,6 +132,11 @@ def _pickled(value: Any, names: set[str] | None) -> bytes:
             if names is None and isinstance(each, type) and isinstance(found, tuple):
                 # By this number a worker knows a class again; it is made by chance.
                 return found[0], tuple(None if _is_number(one) else one for one in found[1]), *found[2:]
+            if names is None and isinstance(each, FunctionType) and isinstance(found, tuple):
+                # The globals that it is made with: the path of its script, which may be moved, is one of them.
+                code, base, *others = found[1]
+                places = {name: value for name, value in base.items() if name not in ("__file__", "__path__")}
+                return found[0], (code, places, *others), *found[2:]
             return found
 
     buffer = io.BytesIO()

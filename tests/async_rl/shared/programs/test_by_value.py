@@ -137,6 +137,19 @@ def test_each_program_has_the_same_identity_of_classes_sets_and_caches(tmp_path:
     assert load_from_file("reward.name", setting_of(tmp_path / "reward.py"))(None, [], {"value": "v"}) == [7.0]
 
 
+@pytest.mark.distributed
+def test_a_script_that_was_moved_has_the_same_identities(tmp_path: Path) -> None:
+    digests = set()
+    for folder in ("one", "another"):
+        (tmp_path / folder).mkdir()
+        script = tmp_path / folder / "script.py"
+        script.write_text(SCORERS)
+        digests.add(
+            subprocess.run([sys.executable, script], capture_output=True, check=True, cwd=tmp_path / folder).stdout
+        )
+    assert len(digests) == 1
+
+
 def test_the_identity_of_what_refers_to_itself_through_a_set_is_found() -> None:
     score = Scorer(0.5)
     score.known = {score}  # type: ignore[attr-defined]
