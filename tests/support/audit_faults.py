@@ -1,5 +1,6 @@
-"""Faults of engines that public threads know, planted in the embedded engine: by its checkpoint, in its loaded model,
-in the requests that reach it, or in its answers. `FAULTS` has for each the cause that an audit is to name.
+"""Faults of engines that public threads know: by config.json, in the weights, in the requests that reach an engine, or
+in its answers. `FAULTS` has for each the cause that an audit is to name; `Setting` plants it in the embedded engine,
+and `audited_vllm.py` in vLLM.
 
 The checkpoint of an audit is `sound`; `older` is the one of the step before.
 """
@@ -8,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ STEP = 0.05
 makes another model."""
 RANK, ALPHA = 4, 8.0
 WINDOW = 24
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
 Model = Any
@@ -32,7 +35,7 @@ Model = Any
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`cause`: as the audit is to name it. `serve` makes what the engine has of the sound checkpoint."""
+    """`cause`: as the audit is to name it. `change` makes what the engine has of the sound checkpoint's model."""
 
     cause: str
     family: str = "qwen3"
@@ -43,16 +46,22 @@ class Fault:
     wrap: Callable[["Setting"], Callable[[Any], ASGI]] | None = None
     arguments: tuple[str, ...] = ()
     dtype: str = "float32"
+    temperature: float | None = None
+    """The only one that the audit asks for."""
     needs: tuple[str, ...] = ()
     """Of "before", "adapter", "older adapter", "update"."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setting:
     """The files of one audit, in a directory of their own."""
 
     directory: Path
     fault: Fault
+
+    @property
+    def size(self) -> Mapping[str, Any]:
+        return self.fault.size
 
     @property
     def sound(self) -> Path:
@@ -63,7 +72,7 @@ class Setting:
         return self.directory / "older"
 
     def make(self) -> "Setting":
-        make_tiny_model(self.sound, self.fault.family, **self.fault.size)
+        make_tiny_model(self.sound, self.fault.family, **self.size)
         model = AutoModelForCausalLM.from_pretrained(self.sound, dtype=torch.float32)
         with torch.no_grad():
             generator = torch.Generator().manual_seed(1)
@@ -75,15 +84,22 @@ class Setting:
                 save_adapter(self.sound, self.directory / name, seed=number)
         return self
 
+    @cached_property
+    def served(self) -> Path:
+        """The checkpoint by the engine's config.json."""
+        config = self.fault.config
+        return with_config(self.sound, self.directory / "served", **config) if config else self.sound
+
     def engine(self) -> AbstractContextManager[str]:
         """The engine with the fault; its URL."""
         fault = self.fault
-        served = self.sound
-        if fault.config:
-            served = with_config(self.sound, self.directory / "served", **fault.config)
         wrap = fault.wrap(self) if fault.wrap else lambda app: app
         arguments = ("--dtype", fault.dtype, *fault.arguments)
-        return audited_engine(served, *arguments, change=lambda model: fault.change(model, self), wrap=wrap)
+        return audited_engine(self.served, *arguments, change=lambda model: fault.change(model, self), wrap=wrap)
+
+    def older_engine(self) -> AbstractContextManager[str]:
+        """Another engine, with the weights of the step before."""
+        return audited_engine(self.older, "--dtype", self.fault.dtype)
 
     def options(self, url: str) -> dict[str, Any]:
         """Of `trainer.audit.audit.Options`."""
@@ -93,6 +109,7 @@ class Setting:
             "engine": url,
             "checkpoint": str(self.sound),
             "dtype": self.fault.dtype,
+            "temperature": self.fault.temperature,
             "adapter": self.directory / "adapter" if "adapter" in needs else None,
             "before": self.directory / "older adapter" if "older adapter" in needs else before,
             "update_via": f"touch {self.directory / 'updated'}" if "update" in needs else None,
@@ -127,7 +144,7 @@ def add_adapter(model: Model, directory: Path, share: Callable[[str], float] = l
             module.weight += (share(name) * ALPHA / RANK * (b @ a)).to(module.weight.dtype)
 
 
-def _stale(*parts: str) -> Callable[[Model, Setting], None]:
+def stale(*parts: str) -> Callable[[Model, Setting], None]:
     """Tensors with one of `parts` in their names are those of the step before."""
 
     def change(model: Model, setting: Setting) -> None:
@@ -168,22 +185,6 @@ def _in_pairs(model: Model, setting: Setting) -> None:
             parameter.copy_(parameter[rows])
 
 
-class _Nothing(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-def _without_norms(model: Model, setting: Setting) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.q_norm = layer.self_attn.k_norm = _Nothing()
-
-
-def _without_biases(model: Model, setting: Setting) -> None:
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.zero_()
-
-
 class _Bfloat16Head(torch.nn.Module):
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -210,11 +211,14 @@ def _rounded(levels: int) -> Callable[[Model, Setting], None]:
     return change
 
 
-def _fp8(model: Model, setting: Setting) -> None:
-    for name, parameter in model.named_parameters():
-        if "_proj" in name:
-            scale = parameter.float().abs().amax(-1, keepdim=True) / 448
-            parameter.copy_((parameter.float() / scale).to(torch.float8_e4m3fn).float() * scale)
+def _fp8(part: str) -> Callable[[Model, Setting], None]:
+    def change(model: Model, setting: Setting) -> None:
+        for name, parameter in model.named_parameters():
+            if part in name:
+                scale = parameter.float().abs().amax(-1, keepdim=True) / 448
+                parameter.copy_((parameter.float() / scale).to(torch.float8_e4m3fn).float() * scale)
+
+    return change
 
 
 def _weights_in_bfloat16(model: Model, setting: Setting) -> None:
@@ -273,34 +277,37 @@ def _padded(rows: int) -> Callable[[Model, Setting], None]:
     return change
 
 
+AS_LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": False}
+"""An engine that takes a model for one of the family from which it is derived."""
 RAW = ("--logprobs-mode", "raw_logprobs")
 TIED = {"tied": True}
 BEFORE = ("before",)
 ADAPTER = ("adapter",)
 
 FAULTS: dict[str, Fault] = {
-    "the weights of the step before": Fault("stale every tensor", change=_stale(""), needs=BEFORE),
+    "the weights of the step before": Fault("stale every tensor", change=stale(""), needs=BEFORE),
     "one layer old": Fault(
-        "stale model.layers.1", change=_stale(".layers.1."), needs=BEFORE, size={"num_hidden_layers": 4}
+        "stale model.layers.1", change=stale(".layers.1."), needs=BEFORE, size={"num_hidden_layers": 4}
     ),
-    "one class old": Fault("stale down", change=_stale("down_proj"), needs=BEFORE),
+    "one class old": Fault("stale down", change=stale("down_proj"), needs=BEFORE),
     "two classes old": Fault(
         "stale k and q",
-        change=_stale("q_proj", "k_proj"),
+        change=stale("q_proj", "k_proj"),
         needs=BEFORE,
     ),
-    "an old embedding": Fault("stale embedding", change=_stale("embed_tokens"), needs=BEFORE),
+    "an old embedding": Fault("stale embedding", change=stale("embed_tokens"), needs=BEFORE),
     "a tied head untied": Fault("tied head untied (stale head)", size=TIED, change=_untied, needs=BEFORE),
     "an untied head tied": Fault("untied head tied", change=_tied),
     "gate and up exchanged": Fault("gate and up exchanged", change=_exchanged("gate_proj", "up_proj")),
     "k and v exchanged": Fault("k and v exchanged", change=_exchanged("k_proj", "v_proj")),
     "rope of neighbours": Fault("rope pairs interleaved", change=_in_pairs),
-    "no q and k norms": Fault("q and k norms missing", change=_without_norms),
-    "no biases": Fault("biases missing", "qwen2", change=_without_biases),
+    "no q and k norms": Fault("q and k norms missing", config=AS_LLAMA),
+    "no biases": Fault("biases missing", "qwen2", config=AS_LLAMA),
     "a head in bfloat16": Fault("head in bfloat16", change=_bfloat16_head),
+    "a head in fp8": Fault("head in fp8", change=_fp8("lm_head")),
     "weights in bfloat16": Fault("weights in bfloat16", change=_weights_in_bfloat16),
     "int8 for bfloat16": Fault("weights in int8", change=_rounded(127), dtype="bfloat16"),
-    "fp8 for bfloat16": Fault("weights in fp8", change=_fp8, dtype="bfloat16"),
+    "fp8 for bfloat16": Fault("weights in fp8", change=_fp8("_proj"), dtype="bfloat16"),
     "four bits for bfloat16": Fault("weights in 4 bits", change=_rounded(7), dtype="bfloat16"),
     "adapters never loaded": Fault("adapters: none of them", needs=ADAPTER),
     "alpha for alpha / rank": Fault("adapters: all multiplied by 4", change=adapted(lambda _: 4.0), needs=ADAPTER),
@@ -320,16 +327,16 @@ FAULTS: dict[str, Fault] = {
     "rope scaling dropped": Fault(
         "rope scaling ignored",
         size={"rope_parameters": YARN},
-        config={"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        config={"rope_parameters": ROPE},
     ),
     "another rope factor": Fault(
         "rope scaling of factor 8", size={"rope_parameters": YARN}, config={"rope_parameters": {**YARN, "factor": 8.0}}
     ),
     "another rope theta": Fault(
-        "rope theta 1e+06", config={"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+        "rope theta 10000", size={"rope_parameters": {**ROPE, "rope_theta": 3e5}}, config={"rope_parameters": ROPE}
     ),
     "a window ignored": Fault(
-        "window ignored", "mistral", size={"sliding_window": WINDOW}, config={"sliding_window": None}
+        "window ignored", "mistral", size={"sliding_window": WINDOW}, config={**AS_LLAMA, "sliding_window": None}
     ),
     "a window one short": Fault(
         f"window of {WINDOW - 1}", "mistral", size={"sliding_window": WINDOW}, config={"sliding_window": WINDOW - 1}
@@ -351,10 +358,13 @@ FAULTS: dict[str, Fault] = {
     "a prompt's first token lost": Fault("first token dropped", wrap=_prompts(lambda ids: ids[1:])),
     "another tokenizer": Fault("tokenizer mismatch", wrap=_text_tokens(lambda ids: [*ids[:3], ids[3] + 1, *ids[4:]])),
     "another chat template": Fault("chat template drift", wrap=lambda s: other_template(s.sound)),
-    "a padded vocabulary": Fault("padded vocabulary drawn", change=_padded(104)),
+    "a padded vocabulary": Fault("padded vocabulary drawn", size={"vocab_size": 88}, change=_padded(96)),
     "end tokens ignored": Fault("end token ignored", wrap=_params(ignore_eos=True)),
     "one of two engines old": Fault(
-        "one of several workers: stale every tensor", wrap=lambda s: one_of_two(s.older, s.fault.dtype), needs=BEFORE
+        "one of several workers: stale every tensor",
+        wrap=lambda s: one_of_two(s.older_engine()),
+        temperature=1.0,
+        needs=BEFORE,
     ),
     "a matrix with noise": Fault("other weights", change=_noise("layers.0.mlp.down_proj")),
 }

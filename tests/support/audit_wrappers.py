@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,9 @@ import httpx
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.audited_engine import ASGI, audited_engine, given, read_body
+from tests.support.audited_engine import ASGI, given, read_body
+
+JSON = [(b"content-type", b"application/json")]
 
 
 def other_template(sound: Path) -> Callable[[Any], ASGI]:
@@ -34,32 +36,29 @@ def other_template(sound: Path) -> Callable[[Any], ASGI]:
     return wrap
 
 
-def one_of_two(older: Path, dtype: str) -> Callable[[Any], ASGI]:
-    """Every second request is answered by another engine, which has the weights of the step before."""
+def one_of_two(other: AbstractContextManager[str]) -> Callable[[Any], ASGI]:
+    """Every second request is answered by another engine, as long as the application lives."""
     stack = ExitStack()
-    url = stack.enter_context(audited_engine(older, "--dtype", dtype))
+    url = stack.enter_context(other)
     number = [0]
 
     def wrap(app: Any) -> ASGI:
         async def call(scope: Mapping[str, Any], receive: Any, send: Any) -> None:
             if scope["type"] != "http" or scope["path"] != "/inference/v1/generate":
-                if scope["type"] == "lifespan":
-                    await app(scope, receive, send)
-                    stack.close()
-                    return
                 await app(scope, receive, send)
+                if scope["type"] == "lifespan":
+                    stack.close()
                 return
             body = await read_body(receive)
             number[0] += 1
             if number[0] % 2:
                 await app(scope, given(body, receive), send)
                 return
+            named = ("content-type", "authorization")
+            headers = [(name, value) for name, value in scope["headers"] if name.decode().lower() in named]
             async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-                answer = await client.post(
-                    url + scope["path"], content=body, headers={"Content-Type": "application/json"}
-                )
-            headers = [(b"content-type", b"application/json")]
-            await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+                answer = await client.post(url + scope["path"], content=body, headers=headers)
+            await send({"type": "http.response.start", "status": answer.status_code, "headers": JSON})
             await send({"type": "http.response.body", "body": answer.content})
 
         return call
@@ -97,8 +96,7 @@ def kept_prefixes(older: Path, sound: Path, updated: Path) -> Callable[[Any], AS
                 known.add(prompt)
             if updated.exists() and prompt in known:
                 content = json.dumps(answer(prompt, body["sampling_params"])).encode()
-                headers = [(b"content-type", b"application/json")]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.start", "status": 200, "headers": JSON})
                 await send({"type": "http.response.body", "body": content})
                 return
 

@@ -13,13 +13,14 @@ import torch
 import uvicorn
 from fastapi import FastAPI
 
-from async_rl.shared.net.bounded_connections import ACCEPTS
+from async_rl.shared.net.bounded_connections import ACCEPTS, BACKLOG
 from async_rl.shared.net.bounded_http import BoundedHttp
 from inference_service.api.app import ServerInfo, make_app
 from inference_service.engine.model import load_model
 from inference_service.identity import identity_headers
 from inference_service.options import parse_options
 from inference_service.server import Server, _make_engine
+from tests.support.waiting import wait_for
 
 END_TIMEOUT_S = 20.0
 
@@ -47,20 +48,34 @@ def audited_engine(
         change(loaded.model)
     engine = _make_engine(options, loaded, torch.device("cpu"), dtype)
     app = make_app(engine, loaded.codec, ServerInfo("audited", str(checkpoint)), None, identity_headers("0", 64))
+    try:
+        with served_app(wrap(app), lambda config, url: Server(config, engine, url, None)) as url:
+            yield url
+    finally:
+        engine.close()
+
+
+@contextmanager
+def served_app(
+    app: ASGI, make: Callable[[uvicorn.Config, str], uvicorn.Server] = lambda config, url: uvicorn.Server(config)
+) -> Iterator[str]:
+    """Serves an application in a thread; its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        wrap(app), http=BoundedHttp, backlog=ACCEPTS, log_level="error", access_log=False, timeout_graceful_shutdown=1
+        app, http=BoundedHttp, backlog=ACCEPTS, log_level="error", access_log=False, timeout_graceful_shutdown=1
     )
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = Server(config, engine, url, None)
+    server = make(config, url)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
+    wait_for(lambda: server.started)
+    # uvicorn has it wait for `ACCEPTS` alone; all of an audit's requests come at once.
+    listener.listen(BACKLOG)
     try:
         yield url
     finally:
         server.should_exit = True
         thread.join(END_TIMEOUT_S)
-        engine.close()
         assert not thread.is_alive(), "the server did not end"
 
 
