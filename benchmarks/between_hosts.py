@@ -51,9 +51,8 @@ from async_rl.shared.weights.sender import WeightSender, WeightSource
 from benchmarks.common.hosts import Host, Hosts, environment, why_not
 from benchmarks.common.link import Link, why_no_link
 from benchmarks.common.local_producer import LocalProducer as Producer
-from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer
+from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer, step
 from benchmarks.common.running_instance import wait_for_url
-from benchmarks.weight_sync import step
 
 NETWORKS = ("near", "far")
 INSTANCES = ("one", "two")

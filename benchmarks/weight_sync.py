@@ -40,7 +40,7 @@ from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.sender import WeightSender, WeightSource
 from async_rl.shared.weights.stream import BUCKET_BYTES
 from benchmarks.common.bare_broadcast import TIMEOUT_S, BareBroadcast
-from benchmarks.common.random_model import save_random_qwen3
+from benchmarks.common.random_model import save_random_qwen3, step
 from benchmarks.common.running_instance import running_instance
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -67,8 +67,6 @@ SIZES: dict[str, dict[str, Any]] = {
 INSTANCE = ("--dtype", "bfloat16", "--max-model-len", "128", "--max-concurrency", "4")
 NUM_INSTANCES = (1, 2)
 TRANSPORTS: tuple[Literal["broadcast", "snapshot", "ipc"], ...] = ("broadcast", "snapshot", "ipc")
-
-STEP = 1e-6
 
 Say = Callable[[str], None]
 Stream = list[tuple[TensorSpec, torch.Tensor]]
@@ -111,13 +109,6 @@ def compare_transports(url: str, stream: Stream, repeats: int, say: Say) -> dict
                     seconds[name].append(publisher.publish(f"{name}-{number}").seconds / num_gb)
                 say(f"{name}: {seconds[name][-1]:.3f} s per GB")
     return {f"{name}_s_per_gb": statistics.median(values) for name, values in seconds.items()}
-
-
-def step(masters: list[torch.Tensor], stream: Stream) -> None:
-    """Adds 1e-6 or takes it from each weight in float32, and rounds."""
-    for master, (_, weight) in zip(masters, stream, strict=True):
-        master += STEP * (2 * torch.randint(0, 2, master.shape, dtype=torch.int8) - 1)
-        weight.copy_(master)
 
 
 def compare_changes(url: str, stream: Stream, repeats: int, say: Say) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Small random models as Hugging Face checkpoints, the same in every run; used by benchmarks and tests."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
+
+STEP = 1e-6
 
 EOS = 0
 """Ends a response, in the checkpoints of `save_random_qwen3`."""
@@ -94,3 +97,10 @@ def save_word_tokenizer(path: Path, vocab_size: int, chat_template: str | None =
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
     fast.chat_template = chat_template
     fast.save_pretrained(path)
+
+
+def step(masters: Sequence[torch.Tensor], stream: Iterable[tuple[object, torch.Tensor]]) -> None:
+    """Adds 1e-6 or takes it from each weight in float32, as AdamW does at that rate, and rounds."""
+    for master, (_, weight) in zip(masters, stream, strict=True):
+        master += STEP * (2 * torch.randint(0, 2, master.shape, dtype=torch.int8) - 1)
+        weight.copy_(master)
