@@ -53,7 +53,7 @@ from trainer.audit.text_checks import (
     check_vocabulary,
     facts_of,
 )
-from trainer.verify.diagnosis import SIGMAS, Diagnosis, diagnose
+from trainer.verify.diagnosis import Diagnosis, diagnose
 
 NO_LIMIT = 2**20
 """Positions of a model whose config.json does not say them."""
@@ -230,10 +230,6 @@ class Auditor:
             return [fails(check, found.detail, bound, cause=found.cause)]
         shown = f"RMS {evidence.rms:.2g} of {len(evidence.reported_N)} tokens"
         likeliest = said.temperature if said.is_of_sampling else None
-        # Roundings of a model that is nearly sure of its tokens look like a higher temperature beside the checkpoint,
-        # and not beside what was reported: the ratio to that has the mean 1 whatever lies between (`proof.draws`).
-        if likeliest and float((own.logprobs_at(likeliest) - reported(kept)).sum()) <= SIGMAS**2 / 2:
-            likeliest = None
         return [
             holds(check, shown, bound),
             check_draws(facts, evidence.reported_N, temperature, likeliest),

@@ -98,7 +98,7 @@ def diagnose(
     if explains(expected_N, reported_N, limits):
         if dtype == "bfloat16" and _is_float32(hypotheses, reported_N, rms):
             return replace(found, cause="dtype", detail="computes in float32, the trainer in bfloat16")
-        return _judge_sampling(found, hypotheses.logprobs_at, temperature)
+        return _judge_sampling(found, reported_N, hypotheses.logprobs_at, temperature)
     return _explain(found, reported_N, expected_N, hypotheses, limits, temperature, dtype)
 
 
@@ -149,12 +149,19 @@ def _is_of_dtype(other: str, scored_N: torch.Tensor, reported_N: torch.Tensor, e
     return float(pair.corrcoef()[0, 1]) > LEAST_CORRELATION
 
 
-def _judge_sampling(found: Diagnosis, score: Score, temperature: float) -> Diagnosis:
-    """Whether tokens whose log-probs are right were also drawn with these probabilities."""
+def _judge_sampling(found: Diagnosis, reported_N: torch.Tensor, score: Score, temperature: float) -> Diagnosis:
+    """Whether tokens whose log-probs are right were also drawn with these probabilities.
+
+    Roundings of a model that is nearly sure of its tokens look like a higher temperature beside the trainer's
+    log-probs, and not beside those that were reported: the ratio to these has the mean 1 whatever lies between
+    (`async_rl/method/proof/draws.py`).
+    """
     assert found.score_sigmas is not None
     if abs(found.score_sigmas) <= SIGMAS:
         return found
     likeliest = likeliest_temperature(score, temperature)
+    if float((score(likeliest) - reported_N).sum()) <= SIGMAS**2 / 2:
+        return found
     said = (
         f"samples as at temperature {likeliest:.3g}, or leaves tokens out (top_p, top_k), though it reports log-probs "
         f"of rollout.temperature {temperature:g}"

@@ -85,6 +85,17 @@ def test_sampling_at_another_temperature_than_is_reported_is_found_by_the_tokens
     assert found.temperature is not None and abs(math.log(found.temperature / temperature)) < 0.3
 
 
+@pytest.mark.parametrize("sureness", [100, 200])
+def test_rounding_of_a_policy_that_is_nearly_sure_of_its_tokens_is_no_temperature(draw: Draw, sureness: int) -> None:
+    """An instance that rounds otherwise draws many tokens that the trainer does not expect."""
+    policy = draw()
+    policy.head_VH *= sureness
+    rows_NH = policy.rows_NH * (1 + 2**-4 * (torch.rand_like(policy.rows_NH) - 0.5))
+    policy.tokens_N1 = (rows_NH @ policy.head_VH.T).softmax(-1).multinomial(1)
+    found = diagnosed(policy, policy.of(rows_NH, policy.head_VH), BFLOAT16)
+    assert found.cause is None and abs(found.score_sigmas or 0.0) > 3, "the tokens alone look like a temperature"
+
+
 def test_tokens_that_are_certain_tell_nothing_of_their_temperature(draw: Draw) -> None:
     policy = draw()
     error = diagnosed(policy, policy.logprobs_at(1.0)).log_temperature_error
