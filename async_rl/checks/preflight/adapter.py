@@ -325,4 +325,7 @@ def _faults_of_weights(adapter: AdapterSection, shape: ModelShape, file: Path) -
             )
             return
     if damaged := next((name for name, tensor in stored.items() if not tensor.is_finite()), None):
-        yield f"has {damaged!r} with values that are not finite: the file is damaged; save or download it again"
+        yield (
+            f"has {damaged!r} with values that are not finite in float32: the file is damaged; save or "
+            "download it again"
+        )

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from array import array
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,9 @@ PIECE_BYTES = 2**22
 FLOATS: Final = {"F64": (8, 0x7F, 0xF0), "F32": (4, 0x7F, 0x80), "F16": (2, 0x7C, 0), "BF16": (2, 0x7F, 0x80)}
 """Bytes of a value by dtype, and the bits of the exponent in the highest one and in the next one."""
 
+PAST_FLOAT32 = 2.0**128 * (1 - 2.0**-25)
+"""The least float64 that float32 rounds to infinity."""
+
 SAMPLE_BYTES = 4096
 
 
@@ -55,7 +59,10 @@ class StoredTensor:
         return all(own == theirs for own, theirs in zip(self.pieces(), other.pieces(), strict=True))
 
     def is_finite(self) -> bool:
-        """Of one of the dtypes of `FLOATS`: whether no value is infinite or NaN, whose exponents are all ones."""
+        """Of one of the dtypes of `FLOATS`: whether no value, read as float32, is infinite or NaN."""
+        if self.dtype == "F64":
+            return all(abs(value) < PAST_FLOAT32 for piece in self.pieces() for value in array("d", piece))
+        # Those have exponents that are all ones.
         size, *masks = FLOATS[self.dtype]
         full = [bytes(byte & mask == mask for byte in range(256)) for mask in masks]
         return not any(

@@ -78,7 +78,7 @@ MISTAKES = {
     "factors that are not finite": Mistake(
         START,
         saved(tensors(FACTORS)[:-4] + "\x00\x00\udc80\x7f"),
-        ("'adapters' (adapter.path) has 'base_model.model.model.layers.", "values that are not finite", "damaged"),
+        ("'adapters' (adapter.path) has 'base_model.model.model.layers.", "not finite in float32", "damaged"),
     ),
     "targets that leave a layer out": Mistake(
         START,

@@ -1,6 +1,7 @@
 """What a safetensors file holds, read without torch, against torch's own reading."""
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 def test_values_that_are_not_finite_are_found_wherever_they_are(
     dtype: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Values of any bits: large, tiny, negative, and both zeros."""
+    """Values of any bits: large, tiny, negative, both zeros, and beyond float32, in which factors are held."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weight_files, "PIECE_BYTES", 16)
         size = FLOATS[dtype][0]
@@ -37,7 +38,16 @@ def test_values_that_are_not_finite_are_found_wherever_they_are(
         values = torch.frombuffer(bytearray(bits), dtype=DTYPES[dtype])
         file = Path(tmp_path_factory.getbasetemp()) / f"{dtype}.safetensors"
         save_file({"x": values}, file)
-        assert tensors_of(file)["x"].is_finite() == bool(values.isfinite().all())
+        assert tensors_of(file)["x"].is_finite() == bool(values.float().isfinite().all())
+
+
+def test_the_largest_float64_that_float32_holds_is_finite_and_the_next_one_is_not(tmp_path: Path) -> None:
+    largest = torch.tensor(math.nextafter(weight_files.PAST_FLOAT32, 0), dtype=torch.float64)
+    after = torch.tensor(weight_files.PAST_FLOAT32, dtype=torch.float64)
+    assert largest.float().isfinite() and after.float().isinf()
+    save_file({"largest": largest, "after": after}, tmp_path / "x.safetensors")
+    found = tensors_of(tmp_path / "x.safetensors")
+    assert found["largest"].is_finite() and not found["after"].is_finite()
 
 
 @pytest.mark.parametrize("family", TABLE)
