@@ -3,13 +3,16 @@
 Script keys, besides those of scripted_instance.py: refuse = route that returns 500; hang = route that never responds;
 die = route that ends the process, before the group (init), before the stream (update) or in it (receive);
 broken_groups: the number of groups in whose rendezvous it is lost; fingerprint: the one it claims to have received;
-shift: added to the log-probs of its responses, as if it computed with other weights.
+shift: added to the log-probs of its responses, as if it computed with other weights; lie: one of `LIES`, which it
+tells as it receives.
 """
 
 import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +141,11 @@ class ReceivingInstance(Instance):
         specs = [TensorSpec(*spec) for spec in zip(info["names"], info["dtype_names"], shapes, strict=True)]
         fingerprint = Fingerprint()
         self.sums = []
+        if lie := LIES.get(self.script.get("lie") or ""):
+            assert self.group is not None
+            lie(self)
+            if self.script["lie"].startswith("only "):
+                return
         if info.get("snapshot"):
             tensors = read_snapshot(Path(info["snapshot"]), specs)
         else:
@@ -150,6 +158,17 @@ class ReceivingInstance(Instance):
             fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
             self.sums.append(float(tensor.double().sum()))
         self.fingerprint = fingerprint.hexdigest()
+
+    def tell(self, *requests: dict[str, Any]) -> None:
+        """Says something in the store of its weight group; goes on whatever that answers."""
+        assert self.group is not None
+        for request in requests:
+            with suppress(PublishError):
+                self.group._store._ask(request)
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(1, self.init["world_size"]) if rank != self.init["rank_offset"]]
 
     async def finish(self, request: web.Request) -> web.Response:
         if refused := await self.fate("finish"):
@@ -173,6 +192,49 @@ class ReceivingInstance(Instance):
     async def rpc(self, request: web.Request) -> web.Response:
         assert (await request.json())["method"] == "weight_fingerprint"
         return web.json_response({"results": [self.script.get("fingerprint") or self.fingerprint]})
+
+
+def _write(one: ReceivingInstance, key: str, ranks: Sequence[int]) -> None:
+    """`key` of the pieces, updates and words to come, for each of the ranks."""
+    keys = [key.format(number=number, rank=rank) for number in range(100) for rank in ranks]
+    one.tell(*({"op": "set", "key": key, "value": ""} for key in keys))
+
+
+def _delete(one: ReceivingInstance, key: str) -> None:
+    keys = [key.format(number=number, rank=rank) for number in range(100) for rank in one.others]
+    one.tell(*({"op": "delete", "key": key} for key in keys))
+
+
+def _accept(one: ReceivingInstance) -> None:
+    assert one.group is not None
+    one.group.announce(one.init["rank_offset"])
+
+
+def _accept_and_acknowledge(one: ReceivingInstance) -> None:
+    _accept(one)
+    _acknowledge(one)
+
+
+def _acknowledge(one: ReceivingInstance) -> None:
+    _write(one, "ipc/acknowledged/{number}/{rank}", [one.init["rank_offset"]])
+
+
+LIES: dict[str, Callable[[ReceivingInstance], object]] = {
+    "it has copied what others have not": lambda one: _write(one, "ipc/acknowledged/{number}/{rank}", one.others),
+    "others accept": lambda one: _write(one, "update/{number}/{rank}", one.others),
+    "pieces are ready": lambda one: _write(one, "ipc/ready/{number}", [0]),
+    "words of the sender": lambda one: _write(one, "update/{number}/word/0", [0]),
+    "others have not copied": lambda one: _delete(one, "ipc/acknowledged/{number}/{rank}"),
+    "no piece is ready": lambda one: _delete(one, "ipc/ready/{number}"),
+    "others are lost": lambda one: _write(one, "lost/{rank}", one.others),
+    "it is the others": lambda one: one.tell(*({"op": "set_at_end", "key": f"lost/{o}"} for o in one.others)),
+    "another record": lambda one: _write(one, "ipc/record", [0]),
+    "it has copied what comes later": _acknowledge,
+    "only it has received all": lambda one: None,
+    "only it accepts": _accept,
+    "only it acknowledges": _accept_and_acknowledge,
+}
+"""Those that begin with "only" are told in place of receiving anything."""
 
 
 if __name__ == "__main__":

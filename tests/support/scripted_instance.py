@@ -23,6 +23,8 @@ there.
 fenced: every route refuses the trainer's term, as an instance does that another trainer of the run uses now.
 
 needs_weights: /health returns 503 and reports that a full update repairs it.
+
+answers: bodies of whatever content, by route.
 """
 
 import asyncio
@@ -95,6 +97,8 @@ class Instance:
             await asyncio.sleep(3600)
         if request.path == self.script.get("endless_body"):
             return await self.endless(request)
+        if request.path in (answers := self.script.get("answers") or {}):
+            return web.Response(text=answers[request.path], content_type="application/json", headers=self.identity())
         if "elsewhere" in self.script and request.path not in ("/script", "/seen"):
             raise web.HTTPTemporaryRedirect(self.script["elsewhere"] + request.path)
         try:

@@ -82,7 +82,7 @@ class WeightInfo(TypedDict):
 
 
 class WorldSize(TypedDict):
-    world_size: int
+    world_size: Annotated[int, Field(ge=1, le=inference.MAX_WORKERS)]
 
 
 VERSION = TypeAdapter(Version)

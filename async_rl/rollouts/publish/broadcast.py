@@ -62,9 +62,15 @@ class Broadcast:
             if sent.problem is None:
                 self._drop(calls.settle(timeout_s + ANSWER_MARGIN_S))
                 return sent
+            known = None if sent.failed is None else self._owners[sent.failed]
             failures = self._break_off(calls)
             # The first failure breaks the connections of the other instances, which are not to blame.
-            self._drop_guilty(failures, list(failures)[:1], sent.problem)
+            suspects = list(failures)[:1]
+            if known is not None or not failures:
+                suspects = list(members) if known is None else [known]
+                claim = "it answered that it had received all before all was sent"
+                failures = {m: failures.get(m, InstanceError(f"instance {m.url}: {claim}")) for m in suspects}
+            self._drop_guilty(failures, suspects, sent.problem)
             return None
         finally:
             if calls.cancel():

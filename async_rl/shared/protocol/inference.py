@@ -16,6 +16,10 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail
 """Lists are checked up to their first error: millions of them would take gigabytes to describe."""
 
 
+MAX_WORKERS = 4096
+"""Of one instance."""
+
+
 class SamplingParams(Body):
     """How to sample; the fields, names and defaults of vLLM. Child j of `n` uses `seed + j`.
 
@@ -131,7 +135,7 @@ class InitInfo(StrictBody):
     master_port: int = Field(ge=1, le=65535)
     secret: str = Field(min_length=32, max_length=1024, repr=False)
     rank_offset: int = Field(ge=1)
-    world_size: int = Field(ge=2)
+    world_size: int = Field(ge=2, le=2**20)
     backend: Literal["gloo", "nccl", "hccl", "cpu_ipc", "cuda_ipc", "npu_ipc"] = "gloo"
     bucket_bytes: int = Field(ge=1)
     timeout_s: float = Field(gt=0, le=86_400)

@@ -95,6 +95,8 @@ class Sent:
     snapshot_fingerprint: str = ""
     """What an instance finds that reads the file: another one than the stream's, if that was sent between devices."""
     problem: str | None = None
+    failed: int | None = None
+    """The rank that the problem is of, where the sender knows it."""
     num_bytes: int | None = None
     """That went to each instance; None of a stream that was written only."""
 

@@ -45,6 +45,14 @@ class TimedOut(RuntimeError):
     """A collective did not finish in time, so the group was aborted."""
 
 
+class MemberFailed(RuntimeError):
+    """The sender knows which rank did not take its part."""
+
+    def __init__(self, rank: int, what: str) -> None:
+        super().__init__(f"rank {rank} {what}")
+        self.rank = rank
+
+
 class Collectives:
     """A process group with enforced timeouts.
 

@@ -6,6 +6,7 @@ buffers in pieces: rank 0 fills one and says in the group's store that it is rea
 acknowledges; only then is it filled again. It has not run on a GPU or NPU.
 """
 
+import fcntl
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ from pydantic import AfterValidator, Base64Bytes, Field, ValidationError
 
 from async_rl.errors import PublishError
 from async_rl.shared.protocol.body import StrictBody
-from async_rl.shared.weights.collectives import DEVICES, TimedOut
+from async_rl.shared.weights.collectives import DEVICES, MemberFailed
 from async_rl.shared.weights.store import RendezvousStore, lost_key
 
 PIECE_BYTES = 64 * 2**20
@@ -117,7 +118,7 @@ class HandOver:
 
         Raises:
             RuntimeError, PublishError: the group is broken or closed.
-            TimedOut: a receiver did not acknowledge a piece in time.
+            MemberFailed: a receiver was lost, did not acknowledge a piece in time, or did before it was there.
         """
         if self._buffers is None:
             raise RuntimeError("the group is closed")
@@ -128,6 +129,7 @@ class HandOver:
             if self._rank == 0:
                 # All have to have copied what the buffer holds.
                 self.wait(self._number - 2)
+                self._require_unacknowledged(self._number)
                 buffer.copy_(piece)
                 _finish_copies(self.device)
                 self._store.set(_ready(self._number), "")
@@ -142,8 +144,8 @@ class HandOver:
         """Sender: returns when all receivers have copied what that broadcast sent; receiver: at once.
 
         Raises:
-            RuntimeError: a receiver was lost, or the group has ended.
-            TimedOut: a receiver did not acknowledge a piece in time.
+            RuntimeError: the group has ended.
+            MemberFailed: a receiver was lost, or did not acknowledge a piece in time.
         """
         while self._rank == 0 and self._num_acknowledged <= work:
             self._await_all(self._num_acknowledged)
@@ -159,12 +161,15 @@ class HandOver:
     def _offer(self) -> None:
         token, num_bytes = secrets.token_bytes(16), 2 * PIECE_BYTES
         memory: HostMemory | DeviceMemory
-        file = os.memfd_create(FILE_NAME) if self.device.type == "cpu" else None
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        file = os.memfd_create(FILE_NAME, flags) if self.device.type == "cpu" else None
         try:
             if file is None:
                 self._buffers, memory = _exported(self.device, num_bytes)
             else:
                 os.ftruncate(file, num_bytes)
+                # Whoever shortened it would end this process by a signal.
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
                 self._buffers, memory = _mapped_file(file, num_bytes), HostMemory(kind="cpu", pid=os.getpid(), fd=file)
             self._buffers[: len(token)].copy_(torch.tensor(list(token), dtype=torch.uint8))
             _finish_copies(self.device)
@@ -176,6 +181,10 @@ class HandOver:
             if file is not None:
                 os.close(file)
 
+    def _require_unacknowledged(self, number: int) -> None:
+        if early := [rank for rank in self._receivers if self._store.check([_acknowledged(number, rank)])]:
+            raise MemberFailed(early[0], f"acknowledged piece {number} before it was there")
+
     def _await_all(self, number: int) -> None:
         keys = {rank: _acknowledged(number, rank) for rank in self._receivers}
         deadline = time.monotonic() + self._timeout_s
@@ -183,9 +192,9 @@ class HandOver:
             if self._store.has_ended():
                 raise RuntimeError("the rendezvous of the weight group was ended by its host")
             if lost := [rank for rank in missing if self._store.check([lost_key(rank)])]:
-                raise RuntimeError(f"rank {lost[0]} ended its connection before it had copied piece {number}")
+                raise MemberFailed(lost[0], f"ended its connection before it had copied piece {number}")
             if time.monotonic() > deadline:
-                raise TimedOut(f"rank {missing[0]} did not copy piece {number} within {self._timeout_s:g} s")
+                raise MemberFailed(missing[0], f"did not copy piece {number} within {self._timeout_s:g} s")
             with suppress(PublishError):
                 self._store.wait(list(keys.values()), timedelta(seconds=min(LOOK_S, self._timeout_s)))
         # A group may live for many publishes.

@@ -17,7 +17,7 @@ from async_rl.errors import PublishError
 from async_rl.shared.net.local_address import addresses_of, is_loopback
 from async_rl.shared.protocol.inference import InitInfo
 from async_rl.shared.weights.collectives import current_device
-from async_rl.shared.weights.store import StoreServer, lost_key
+from async_rl.shared.weights.store import StoreServer
 from async_rl.shared.weights.stream import WeightGroup, bucket_bytes_of
 
 COMING_TIMEOUT_S = 2.0
@@ -107,8 +107,7 @@ class Rendezvous:
 
     def lost(self) -> list[int]:
         """The ranks whose members have come and ended their connection, the first one first."""
-        ranks = {lost_key(rank): rank for rank in range(1, self._world_size)}
-        return [ranks[key] for key in dict.fromkeys(self._server.ended) if key in ranks]
+        return [rank for rank in self._server.ended if rank < self._world_size]
 
     def call_off(self, without: Collection[int]) -> str:
         """Ends the wait of all members, because it failed or the ranks `without` will not join; returns why.

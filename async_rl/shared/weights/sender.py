@@ -10,6 +10,7 @@ from async_rl.shared.protocol.adapter import adapter_fingerprint
 from async_rl.shared.protocol.inference import AdapterInfo
 from async_rl.shared.protocol.sender import AdapterFacts, Content, Forming, Invitations, Score, SenderFacts, Sent
 from async_rl.shared.weights.changes import LastSent
+from async_rl.shared.weights.collectives import MemberFailed
 from async_rl.shared.weights.fingerprint import Fingerprint, MakeStream, Stream, TensorSpec
 from async_rl.shared.weights.ipc import ipc_backend
 from async_rl.shared.weights.nccl_version import UNKNOWN, nccl_version
@@ -123,8 +124,9 @@ class WeightSender:
             last = self._last if content == "whole" else None
             fingerprint = group.send(stream, bucket_bytes_of(self._backend), last)
         except PublishError as error:
-            # As text, because its traceback would keep the broken group's connections open.
-            return Sent(problem=str(error))
+            # As text and number, because its traceback would keep the broken group's connections open.
+            rank = error.__cause__.rank if isinstance(error.__cause__, MemberFailed) else None
+            return Sent(problem=str(error), failed=rank)
         written = fingerprint if of_file is None else of_file.hexdigest()
         return replace(self._sent(content, fingerprint, written), num_bytes=group.num_bytes_sent)
 

@@ -2,10 +2,11 @@
 
 torch's own `TCPStore` has no authentication, listens on every interface, and lists its keys to any client. This one
 listens on one given address, and on each connection both ends first prove that they know the secret of the invitation
-(`store_wire.py`), which is sent over the instances' own routes. Process groups call `RendezvousStore` from any of their
-threads.
+(`store_wire.py`), which is sent over the instances' own routes. A connection is that of one rank, and no member writes
+for another one, or for the host. Process groups call `RendezvousStore` from any of their threads.
 """
 
+import re
 import select
 import socket
 import threading
@@ -24,6 +25,9 @@ Request = Mapping[str, Any]
 """`op`, and its arguments: `key` or `keys`, `value` as hex digits, `timeout_s`."""
 
 WRITING = frozenset({"set", "add", "compare_set"})
+
+OWNED = re.compile(r"(?:present|update/\d+|ipc/acknowledged/\d+)/(\d+)|ipc/.*|update/.*|lost/.*", re.DOTALL)
+"""Keys that only the rank in them may write, and those that only the host may: not the ones of torch's own groups."""
 
 PROOF_TIMEOUT_S = 5.0
 """How long an unauthenticated connection may stay open."""
@@ -151,9 +155,14 @@ class RendezvousStore(Store):
     def num_keys(self) -> int:
         return int(self._ask({"op": "count"}))
 
-    def set_at_end(self, key: str) -> None:
-        """Has the host set `key` when this member's connection ends, as it does when its process is killed."""
-        self._ask({"op": "set_at_end", "key": key})
+    def enter_as(self, rank: int) -> None:
+        """Makes this connection that of `rank`: the host sets `lost_key(rank)` when it ends, as when its process
+        is killed.
+
+        Raises:
+            PublishError: another member is that rank.
+        """
+        self._ask({"op": "set_at_end", "key": lost_key(rank)})
 
     def clone(self) -> "RendezvousStore":
         """Itself: any thread may use it."""
@@ -179,8 +188,9 @@ class StoreServer:
         # In the order in which they came.
         self._strangers: dict[socket.socket, None] = {}
         self._members: set[socket.socket] = set()
-        self.ended: list[str] = []
-        """The keys that were set because a member's connection had ended, the first one first."""
+        self._ranks: set[int] = set()
+        self.ended: list[int] = []
+        """The ranks whose connections have ended, the first one first."""
         self._is_closed = False
         try:
             self._listener = listen(address, MAX_STRANGERS)
@@ -228,7 +238,7 @@ class StoreServer:
 
     def _serve(self, connection: socket.socket) -> None:
         # Any error ends only this one connection: its peer disconnected or sent invalid data.
-        with connection, suppress(OSError, ValueError, LookupError, TypeError):
+        with connection, suppress(OSError, ValueError, LookupError, TypeError, ArithmeticError):
             try:
                 is_member = admit(connection, self._secret, time.monotonic() + PROOF_TIMEOUT_S)
             finally:
@@ -245,23 +255,45 @@ class StoreServer:
                     self._members.discard(connection)
 
     def _answer_all(self, connection: socket.socket) -> None:
-        keys_at_end: list[str] = []
+        rank = None
         try:
             while not self._is_closed:
                 request = receive_frame(connection, None)
                 try:
                     if request["op"] == "set_at_end":
-                        keys_at_end.append(request["key"])
+                        rank = self._entering(request["key"], rank)
                         answer: Request = {"answer": None}
                     else:
+                        _require_own(request, rank)
                         answer = {"answer": self._values.answer(request)}
                 except PublishError as error:
                     answer = {"error": str(error)}
                 send_frame(connection, answer)
         finally:
-            for key in keys_at_end:
-                self._values.answer({"op": "set", "key": key, "value": ""})
-                self.ended.append(key)
+            if rank is not None:
+                self._values.answer({"op": "set", "key": lost_key(rank), "value": ""})
+                self.ended.append(rank)
+
+    def _entering(self, key: str, present: int | None) -> int:
+        """The rank that a connection becomes, which is `present` so far."""
+        found = re.fullmatch(r"lost/([1-9]\d{0,8})", key)
+        with self._lock:
+            if found is None or present is not None or int(found[1]) in self._ranks:
+                raise PublishError(f"this member cannot be the one of {key!r}, which is taken or none of a rank")
+            self._ranks.add(int(found[1]))
+        return int(found[1])
+
+
+def _require_own(request: Request, rank: int | None) -> None:
+    """
+    Raises:
+        PublishError: only another rank may write that key, or the host.
+    """
+    if request["op"] not in WRITING | {"delete"}:
+        return
+    found = OWNED.fullmatch(request["key"])
+    if found is not None and (found[1] is None or found[1] != str(rank)):
+        raise PublishError(f"rank {rank} of the weight group may not write {request['key']!r}")
 
 
 def lost_key(rank: int) -> str:

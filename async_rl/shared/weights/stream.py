@@ -26,7 +26,7 @@ from async_rl.shared.weights.changes import WORTH, LastSent, apply, front
 from async_rl.shared.weights.collectives import NUM_IN_FLIGHT, Collectives, current_device, open_collectives
 from async_rl.shared.weights.fingerprint import TensorSpec, fingerprint_on
 from async_rl.shared.weights.ipc import HandOver
-from async_rl.shared.weights.store import RendezvousStore, lost_key
+from async_rl.shared.weights.store import RendezvousStore
 from async_rl.shared.weights.store_wire import NotInvited
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ class WeightGroup:
         """Receiver: what the sender has said of the update that it announced last."""
         try:
             if rank:
-                store.set_at_end(lost_key(rank))
+                store.enter_as(rank)
             store.set(_presence(rank), "here")
             # Before gloo, whose waits cannot be ended: it should find everybody there.
             store.wait([_presence(other) for other in range(world_size)])
@@ -150,7 +150,7 @@ class WeightGroup:
                 if backend.endswith("_ipc")
                 else open_collectives(store, rank, world_size, backend, timeout_s, chosen)
             )
-        except (RuntimeError, PublishError) as error:
+        except (RuntimeError, OSError, PublishError) as error:
             store.close()
             kind = NotInvited if isinstance(error, NotInvited) else PublishError
             raise kind(

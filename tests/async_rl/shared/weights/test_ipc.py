@@ -21,11 +21,11 @@ import torch
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
 from async_rl.shared.weights import ipc
-from async_rl.shared.weights.collectives import TimedOut
+from async_rl.shared.weights.collectives import MemberFailed
 from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.ipc import FILE_NAME, RECORD, DeviceMemory, HandOver, Record, ipc_backend
 from async_rl.shared.weights.sender import WeightSender, WeightSource
-from async_rl.shared.weights.store import RendezvousStore, StoreServer, join_rendezvous, lost_key
+from async_rl.shared.weights.store import RendezvousStore, StoreServer, join_rendezvous
 from async_rl.shared.weights.stream import WeightGroup
 from tests.support import stream_receiver
 from tests.support.stream_receiver import HOST, KEY, SECRET, make_tensors
@@ -58,7 +58,7 @@ class Group:
     def open(self, rank: int) -> HandOver:
         if rank:
             # As `WeightGroup` does.
-            self.stores[rank].set_at_end(lost_key(rank))
+            self.stores[rank].enter_as(rank)
         try:
             return HandOver(self.stores[rank], rank, self.world_size, self.timeout_s, CPU)
         except Exception:
@@ -140,7 +140,7 @@ def test_one_that_never_acknowledges_costs_the_timeout_and_is_named(group: Calla
     data = torch.zeros(4 * PIECE, dtype=torch.uint8)
     one.start(1, [data.clone()])
     begun = time.monotonic()
-    with pytest.raises(TimedOut, match=r"rank 2 did not copy piece 1 within 1 s"):
+    with pytest.raises(MemberFailed, match=r"rank 2 did not copy piece 1 within 1 s"):
         one.start(0, [data]).result(SOON_S)
     assert 1.0 <= time.monotonic() - begun < SOON_S
 
