@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.audit_wrappers import kept_prefixes, one_of_two, other_template
@@ -116,6 +116,13 @@ class Setting:
         }
 
 
+def scale_head(checkpoint: Path, sureness: float) -> None:
+    """Makes a model sure of no token (0), as its logits are constant, up to nearly all."""
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["lm_head.weight"] *= sureness
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+
+
 def save_adapter(base: Path, directory: Path, seed: int = 0) -> None:
     """Random adapters of all linear layers, as peft has them."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -135,8 +142,6 @@ def save_adapter(base: Path, directory: Path, seed: int = 0) -> None:
 
 def add_adapter(model: Model, directory: Path, share: Callable[[str], float] = lambda name: 1.0) -> None:
     """Merges saved adapters, of each layer so much."""
-    from safetensors.torch import load_file
-
     factors = load_file(directory / "adapter_model.safetensors")
     for name, module in model.named_modules():
         if f"base_model.model.{name}.lora_A.weight" in factors:

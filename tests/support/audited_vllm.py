@@ -48,6 +48,7 @@ class VllmServers:
     ) -> Instance:
         """A server for the config.json and tokenizer of `checkpoint`; its head is never tied."""
         config = json.loads((checkpoint / "config.json").read_text())
+        config["vocab_size"] = len(tensors["model.embed_tokens.weight"])
         key = json.dumps([{name: config.get(name) for name in SHAPING}, dtype, *arguments], sort_keys=True)
         if key in self._running:
             _update(self._running[key], tensors, checkpoint.parent, clears_cache=clears_cache)
@@ -157,9 +158,8 @@ def _brief(path: str, body: dict[str, Any]) -> None:
 
 
 KEPT, TEMPLATE = "prefixes kept over an update", "another chat template"
-NOT_IN_VLLM = ("a head in bfloat16", "a padded vocabulary", "another rope factor", "a window one short")
-"""It has no head of another dtype than the model's, and takes no weights of another size than config.json's; the two
-others need a server for each of them."""
+NOT_IN_VLLM = ("a head in bfloat16", "another rope factor", "a window one short")
+"""A head of another dtype than the model's, which it does not have; the two others need a server for each of them."""
 
 VLLM_FAULTS: dict[str, Fault] = {
     **{name: fault for name, fault in FAULTS.items() if name not in NOT_IN_VLLM},

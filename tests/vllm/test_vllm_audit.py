@@ -9,10 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from async_rl.records.findings import Finding, all_hold
-from tests.support.audit_faults import Fault
+from tests.support.audit_faults import Fault, adapted, scale_head
 from tests.support.audited_vllm import KEPT, VLLM_FAULTS, VllmServers, VllmSetting
 from tests.support.tiers import at_night
 from tests.vllm.conftest import running_vllm
@@ -25,9 +24,6 @@ TOKEN = "s3cret"
 
 BY_DAY = ("two classes old", KEPT)
 """Both of one server: weights with --before, and an update while the audit runs."""
-
-SURENESS = (200.0, 2000.0)
-"""Logits that are so many times as large leave a model sure of nearly all of its tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +45,29 @@ def test_a_fault_of_vllm_is_named(name: str, servers: VllmServers, tmp_path: Pat
     assert causes and causes[0].startswith(fault.cause), findings
 
 
+SOUND = {
+    "in float32": Fault(""),
+    "in bfloat16": Fault("", dtype="bfloat16"),
+    "of another family": Fault("", "llama"),
+    "adapters": Fault("", change=adapted(), needs=("adapter",)),
+    "an update": Fault("", needs=("before", "update")),
+}
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("dtype", "sureness"), [("float32", 1.0), ("bfloat16", 1.0), *(("bfloat16", each) for each in SURENESS)]
-)
-def test_a_sound_vllm_has_no_fault(dtype: str, sureness: float, servers: VllmServers, tmp_path: Path) -> None:
-    setting = VllmSetting(tmp_path, Fault("", dtype=dtype), servers).make()
-    weights = load_file(setting.sound / "model.safetensors")
-    weights["lm_head.weight"] *= sureness
-    save_file(weights, setting.sound / "model.safetensors", {"format": "pt"})
-    findings = audited(setting)
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_vllm_has_no_fault(name: str, servers: VllmServers, tmp_path: Path) -> None:
+    findings = audited(VllmSetting(tmp_path, SOUND[name], servers).make())
     assert all_hold(findings), findings
     of_text = {finding.check: finding.outcome for finding in findings}
     assert of_text["tokens of a text"] == of_text["tokens of a chat"] == "holds"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sureness", [0.0, 200.0, 2000.0])
+def test_a_sound_vllm_has_no_fault_however_sure_its_model_is(
+    sureness: float, servers: VllmServers, tmp_path: Path
+) -> None:
+    setting = VllmSetting(tmp_path, Fault("", dtype="bfloat16"), servers).make()
+    scale_head(setting.sound, sureness)
+    assert all_hold(findings := audited(setting)), findings

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from async_rl.records.findings import Finding, all_hold
-from tests.support.audit_faults import FAULTS, Fault, Setting, adapted
+from tests.support.audit_faults import FAULTS, Fault, Setting, adapted, scale_head
 from tests.support.audited_engine import audited_engine
 from tests.support.tiers import at_night
 from tests.support.tiny_model import make_tiny_model
@@ -47,12 +46,9 @@ def test_no_sound_engine_has_a_fault(family: str, dtype: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("sureness", [0.0, 200.0, 2000.0])
 def test_no_sound_engine_has_a_fault_however_sure_its_model_is(sureness: float, tmp_path: Path) -> None:
-    """Of no token, as its logits are constant, up to nearly all, of which rounding draws many that the checkpoint does
-    not expect."""
+    """Of nearly all tokens, of which rounding draws many that the checkpoint does not expect."""
     checkpoint = make_tiny_model(tmp_path / "model", "qwen3", seed=3)
-    weights = load_file(checkpoint / "model.safetensors")
-    weights["lm_head.weight"] *= sureness
-    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    scale_head(checkpoint, sureness)
     with audited_engine(checkpoint, "--dtype", "bfloat16") as url:
         _, findings = audit(Options(url, str(checkpoint), dtype="bfloat16"))
     assert all_hold(findings), findings
