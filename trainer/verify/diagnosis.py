@@ -23,6 +23,7 @@ from typing import Literal, Protocol
 import torch
 
 from async_rl.method.proof.gap_limits import MIN_TOKENS, NoiseLimits, noise_scale
+from async_rl.rollouts.publish.canary import CLEARLY
 from trainer.logprob_gaps import sums_of
 
 Cause = Literal["temperature", "head", "dtype", "rounding", "weights"]
@@ -135,8 +136,10 @@ def explains(scored_N: torch.Tensor, reported_N: torch.Tensor, limits: NoiseLimi
 
 def _is_float32(hypotheses: Hypotheses, reported_N: torch.Tensor, rms: float) -> bool:
     """Whether an instance of a trainer in bfloat16 computes in float32; both roundings are within a batch's limits."""
-    scored_N = hypotheses.in_other_dtype()
-    return explains(scored_N, reported_N, NoiseLimits(noise_scale("float32"))) and rms > noise_scale("float32")
+    scored_N, noise = hypotheses.in_other_dtype(), noise_scale("float32")
+    # Where nearly all tokens are certain their roundings are 0 in any dtype, and limits clip the few that are not.
+    is_nearer = _rms(scored_N - reported_N) * CLEARLY < rms
+    return explains(scored_N, reported_N, NoiseLimits(noise)) and rms > noise and is_nearer
 
 
 def _is_of_dtype(other: str, scored_N: torch.Tensor, reported_N: torch.Tensor, expected_N: torch.Tensor) -> bool:
@@ -161,7 +164,7 @@ def _judge_sampling(found: Diagnosis, reported_N: torch.Tensor, score: Score, te
         return found
     likeliest = likeliest_temperature(score, temperature)
     if float((score(likeliest) - reported_N).sum()) <= SIGMAS**2 / 2:
-        return found
+        return replace(found, log_temperature_error=None)
     said = (
         f"samples as at temperature {likeliest:.3g}, or leaves tokens out (top_p, top_k), though it reports log-probs "
         f"of rollout.temperature {temperature:g}"

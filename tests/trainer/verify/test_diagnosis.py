@@ -107,6 +107,18 @@ def test_tokens_that_are_certain_tell_nothing_of_their_temperature(draw: Draw) -
     assert certain.cause is None and (certain.log_temperature_error is None or certain.log_temperature_error > 0.12)
 
 
+@pytest.mark.parametrize("sureness", [20.0, 200.0, 1000.0])
+def test_rounding_to_bfloat16_of_a_policy_that_is_nearly_sure_of_its_tokens_is_no_other_dtype(
+    draw: Draw, sureness: float
+) -> None:
+    policy = draw()
+    policy.rows_NH, policy.head_VH = rounded(policy.rows_NH), rounded(sureness * policy.head_VH)
+    logits_NV = rounded(policy.rows_NH @ policy.head_VH.T)
+    policy.tokens_N1 = logits_NV.softmax(-1).multinomial(1)
+    found = diagnosed(policy, logits_NV.log_softmax(-1).gather(-1, policy.tokens_N1)[:, 0], BFLOAT16)
+    assert found.cause is None, found
+
+
 def test_sampling_the_likeliest_tokens_only_is_found_by_the_tokens(draw: Draw) -> None:
     policy = draw()
     policy.tokens_N1 = (policy.rows_NH @ policy.head_VH.T).argmax(-1, keepdim=True)
