@@ -12,12 +12,14 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
-from async_rl.errors import AsyncRLError
+from async_rl.errors import AsyncRLError, WriteFailed
 from async_rl.records.findings import all_hold, report, show
 from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
 from async_rl.shared.programs.error_text import error_text
@@ -58,17 +60,36 @@ def make_parser() -> Parser:
     return parser
 
 
+class _Ended(BaseException):
+    """A signal, which ends the command of an update, too; `code` is the exit code for it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.code = 128 + number
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        # Rich would end the program by 1.
+        raise BrokenPipeError("nobody reads it")
+
+
 def main(argv: Sequence[str]) -> int:
     arguments = vars(make_parser().parse_args(argv))
     try:
         return _run(arguments, as_json=arguments.pop("json"))
     except AsyncRLError as error:
-        print(f"{type(error).__name__}: {error_text(error)}", file=sys.stderr)
+        said = f"{type(error).__name__}: {error_text(error)}"
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    except _Ended as end:
+        return end.code
     except Exception:
         # By 1, Python's own code, whoever called it would take the engine for faulty.
-        traceback.print_exc()
+        said = traceback.format_exc()
+    # A log on a full disk changes no exit code.
+    with suppress(OSError, ValueError):
+        print(said, file=sys.stderr, flush=True)
     return USAGE_ERROR
 
 
@@ -80,11 +101,14 @@ def _run(arguments: Mapping[str, Any], *, as_json: bool) -> int:
     from trainer.audit.given import Options
 
     about, findings = audit(Options(**arguments, token=os.environ.get("ASYNC_RL_TOKEN")))
-    if as_json:
-        print(report({**about, "seconds": round(time.monotonic() - started_s, 1)}, findings), end="")
-    else:
-        show(Console(), findings, "async-rl audit")
-    sys.stdout.flush()
+    try:
+        if as_json:
+            print(report({**about, "seconds": round(time.monotonic() - started_s, 1)}, findings), end="")
+        else:
+            show(_Output(), findings, "async-rl audit")
+        print(end="", flush=True)
+    except OSError as error:
+        raise WriteFailed(f"the findings cannot be written to standard output: {error}; ask for them again") from error
     return 0 if all_hold(findings) else 1
 
 
@@ -102,8 +126,15 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    raise _Ended(number)
+
+
 if __name__ == "__main__":
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        # What nohup ignores stays ignored.
+        if signal.getsignal(each) is signal.SIG_DFL:
+            signal.signal(each, _end)
     code = main(sys.argv[1:])
-    sys.stderr.flush()
     # Python would wait for the threads of requests that an engine has not answered yet.
     os._exit(code)

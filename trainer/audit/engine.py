@@ -281,7 +281,7 @@ class Engine:
     def _unreachable(self, path: str, error: NoAnswer) -> InstanceUnreachable:
         return InstanceUnreachable(
             f"{self.url}{path} gave no answer within {self._timeout_s:g} s: {error}; check --engine, and that "
-            "the engine is up, or raise --timeout-s"
+            "the engine is up, or raise --timeout-s; SSL_CERT_FILE names an https authority of your own"
         )
 
     def _require_success(self, path: str, answer: HttpResponse) -> None:

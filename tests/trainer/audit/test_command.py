@@ -1,14 +1,19 @@
 """The command: what it prints, its exit codes, and bad input, which is refused by name."""
 
+import io
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from async_rl.errors import ConfigError
@@ -106,3 +111,44 @@ def test_a_command_of_an_update_that_fails_or_hangs_is_refused_in_time(tmp_path:
     update(f"sh -c '(sleep 3; touch {left}) &'", 20.0)
     assert not mark.exists() and not left.exists(), "an engine that it starts again may go on"
     wait_for(left.exists)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("as_json", [True, False])
+def test_findings_that_nobody_reads_accuse_no_engine(
+    as_json: bool, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny_model("qwen3"))
+    reader, writer = os.pipe()
+    os.close(reader)
+    with audited_engine(Path(model)) as url, capsys.disabled():
+        unread = os.fdopen(writer, "w")
+        said = io.StringIO()
+        monkeypatch.setattr(sys, "stdout", unread)
+        monkeypatch.setattr(sys, "stderr", said)
+        code = main(["--engine", url, "--checkpoint", model, *(["--json"] if as_json else [])])
+        monkeypatch.undo()
+    with suppress(BrokenPipeError):
+        unread.close()
+    assert code == 2 and "cannot be written to standard output" in said.getvalue(), said.getvalue()
+
+
+@pytest.mark.distributed
+def test_a_log_on_a_full_disk_accuses_no_engine(tiny_model: TinyModel) -> None:
+    words = ["--engine", f"http://127.0.0.1:{free_ports(1)[0]}", "--checkpoint", str(tiny_model("qwen3"))]
+    with Path("/dev/full").open("w") as full:
+        gone = subprocess.run([sys.executable, "-m", "trainer.audit", *words], stderr=full, timeout=250)
+    assert gone.returncode == 2
+
+
+@pytest.mark.distributed
+def test_the_command_of_an_update_ends_with_its_audit(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, begun = str(tiny_model("qwen3")), tmp_path / "begun"
+    command = f"sh -c 'echo $$ > {begun}.new; mv {begun}.new {begun}; sleep 100'"
+    with audited_engine(Path(model)) as url:
+        words = ["--engine", url, "--checkpoint", model, "--update-via", command]
+        process = subprocess.Popen([sys.executable, "-m", "trainer.audit", *words])
+        wait_for(begun.exists)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    wait_for(lambda: not psutil.pid_exists(int(begun.read_text())))
