@@ -108,15 +108,11 @@ class Trainer:
         self.processing_class, self.train_dataset, self.eval_dataset = processing_class, train_dataset, eval_dataset
         rows = rows_of("train_dataset", train_dataset)
         self._eval_rows = None if eval_dataset is None else rows_of("eval_dataset", eval_dataset, like=rows)
-        template = self.args.chat_template_kwargs or {}
-        self._parts = parts_of(reward_funcs, self.args.reward_weights, template)
+        self._parts = parts_of(reward_funcs, self.args.reward_weights, self.args.chat_template_kwargs or {})
         self._batch = batch_of(self.args)
         iterations = iterations_of(self.args, self._batch, len(rows))
         sections = self._sections(name, rows, iterations, reward_funcs, peft_config)
-        for section, keys in (settings or {}).items():
-            if not isinstance(keys, Mapping):
-                raise ConfigError(f"settings[{section!r}] is {keys!r:.200}: expected a section's keys, a dictionary")
-            sections[section] = {**sections.get(section, {}), **keys}
+        sections = _merged(sections, settings or {})
         self._given = {**sections, "reward": {**sections.get("reward", {}), "parts": self._parts}}
         self._rows = rows
         # All that is known before the processes start; nothing is written.
@@ -387,6 +383,13 @@ def _refuse(**given: tuple[Any, str]) -> None:
 def _recomputes(args: Arguments) -> bool:
     newer = args.activation_checkpointing
     return bool(args.gradient_checkpointing if newer is None else newer)
+
+
+def _merged(sections: Mapping[str, Section], settings: Mapping[str, Any]) -> dict[str, Section]:
+    for name, keys in settings.items():
+        if not isinstance(keys, Mapping):
+            raise ConfigError(f"settings[{name!r}] is {keys!r:.200}: expected a section's keys, a dictionary")
+    return {**sections, **{name: {**sections.get(name, {}), **keys} for name, keys in settings.items()}}
 
 
 def _means(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:

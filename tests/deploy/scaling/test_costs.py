@@ -235,6 +235,11 @@ def test_the_best_split_of_many_devices_is_found_without_trying_all(
         (["--devices", "0"], "--devices is 0: expected at least 1"),
         (["--devices", "9", "--replicas", "1"], "--devices finds the numbers of instances and replicas itself"),
         (["--prompts", "-1"], "--prompts is -1: expected at least 1"),
+        (["--mtbf-hours", "0"], "--mtbf-hours is 0.0: expected a positive number"),
+        (["--mtbf-hours", "nan"], "--mtbf-hours is nan: expected a positive number"),
+        (["--restart-s", "inf"], "--restart-s is inf: expected a positive number"),
+        (["-o", "x.svg"], "-o is for --graph CONFIG, or for --devices"),
+        (["--devices", "8", "-o", "/dev/null/x.svg"], "cannot be written: Not a directory"),
     ],
 )
 def test_wrong_arguments_end_with_2_and_say_what_helps(

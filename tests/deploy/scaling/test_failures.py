@@ -139,23 +139,3 @@ def test_the_devices_are_drawn_for_each_schedule(run_dir: Path, tmp_path: Path) 
         places = [float(point.split(",")[0]) for point in line]
         assert len(places) == 5 and places == sorted(places)
     assert all(f">{name}</text>" in text for name in ("periodic", "synchronous", "one step behind", "turns", "64"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--mtbf-hours", "0"], "--mtbf-hours is 0.0: expected a positive number"),
-        (["--mtbf-hours", "nan"], "--mtbf-hours is nan: expected a positive number"),
-        (["--restart-s", "inf"], "--restart-s is inf: expected a positive number"),
-        (["-o", "x.svg"], "-o is for --graph CONFIG, or for --devices"),
-        (["--devices", "8", "-o", "/dev/null/x.svg"], "cannot be written: Not a directory"),
-    ],
-)
-def test_wrong_arguments_are_named(
-    arguments: list[str], message: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main([str(run_dir), *arguments])
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    assert code == 2 and message in capsys.readouterr().err
