@@ -2,8 +2,10 @@
 
 Rollouts of an iteration can run only during the trainer's forward and backward passes: during a publish and an
 optimizer step there are no weights to sample from. So an iteration is shortest when the rollouts take exactly as long
-as training; with fewer instances the trainer waits, with more they are idle. The work of a batch is assumed to be
-divided evenly, `num_instances * rollout_s`; more instances do not shorten the longest response of a batch.
+as training; with fewer instances the trainer waits, with more they are idle.
+
+Of n instances the rollouts take a + b / n for each token of a response: b is divided among instances, a is not, such as
+the decoding steps of the longest response. Where the pool has had one size only, a is taken for 0.
 """
 
 import math
@@ -13,7 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 NUM_RECENT = 10
-"""How many iterations the callers take into account."""
+"""The iterations that count, of each number of instances."""
 
 TOLERANCE = 0.1
 """Share of an instance for which starting another one is not worthwhile: times vary more than that."""
@@ -24,7 +26,8 @@ class IterationTimes:
     """How the time of one iteration of `seconds` was spent.
 
     `wait_s` is how long the trainer waited for rollouts, `train_s` its forward and backward passes, `rollout_s` the
-    time from the dispatch to the last finished group, `num_instances` the instances that sampled the `num_groups`.
+    time from the dispatch to the last finished group, `num_instances` the instances that sampled the `num_groups`,
+    which have `response_tokens` together.
     """
 
     seconds: float
@@ -33,6 +36,7 @@ class IterationTimes:
     rollout_s: float
     num_instances: int
     num_groups: int
+    response_tokens: int
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "IterationTimes":
@@ -48,15 +52,6 @@ class IterationTimes:
     def idle_inference(self) -> float:
         """Share of the iteration in which no rollouts were running."""
         return 1.0 - _share(self.rollout_s, self.seconds)
-
-    @property
-    def balancing_instances(self) -> float:
-        """Number of instances whose rollouts would take as long as the trainer's passes; at most one per group.
-
-        More instances than groups have no effect: a group is sampled at one instance.
-        """
-        work_s = self.num_instances * self.rollout_s
-        return work_s / self.train_s if work_s < self.num_groups * self.train_s else self.num_groups
 
 
 def overlap_bound_s(*, publish_s: float, rollout_s: float, train_s: float, step_s: float, last_step_s: float) -> float:
@@ -75,22 +70,59 @@ def overlap_efficiency(bound_s: float, seconds: float) -> float:
     return _share(bound_s, seconds)
 
 
-def desired_instances(recent: Sequence[IterationTimes]) -> int:
-    """The number of instances that balances the pools: by the median of `recent`, never below 1."""
-    median = statistics.median(times.balancing_instances for times in recent)
-    return max(1, math.ceil(median - TOLERANCE))
+def remember(history: list[IterationTimes], times: IterationTimes) -> None:
+    """Adds an iteration, and forgets the oldest one that had as many instances, if there are more than `NUM_RECENT`."""
+    history.append(times)
+    same = [each for each in history if each.num_instances == times.num_instances]
+    if len(same) > NUM_RECENT:
+        history.remove(same[0])
 
 
-def advise(recent: Sequence[IterationTimes], *, takes_turns: bool = False) -> str:
+def desired_instances(history: Sequence[IterationTimes]) -> int:
+    """The number of instances that balances the pools: the least with which rollouts take no longer than training.
+
+    But none is worthwhile beside 2 b / a others or more, where over two thirds of the rollouts' time are what none
+    shortens. There are no more than groups, each of which is sampled at one instance, and never below 1. For fewer
+    instances than there have ever been, a is taken for 0. Medians of the last `NUM_RECENT` of the `history`.
+    """
+    recent = history[-NUM_RECENT:]
+    per_token = _rollout_costs(history)
+    train_s = statistics.median(each.train_s for each in recent)
+    tokens = statistics.median(max(1, each.response_tokens) for each in recent)
+    most, least = recent[-1].num_groups, min(per_token)
+
+    def balancing(fixed: float, divided: float) -> float:
+        left_s = train_s - fixed * tokens
+        return divided * tokens / left_s if divided * tokens < most * left_s else most
+
+    desired = fewest = balancing(0.0, least * per_token[least])
+    if len(per_token) > 1 and fewest > least:
+        divided, fixed = statistics.linear_regression([1 / number for number in per_token], list(per_token.values()))
+        worthwhile = math.floor(2 * divided / fixed + TOLERANCE) + 1 if fixed > 0 else most
+        desired = max(least, min(worthwhile, balancing(fixed, divided)))
+    return max(1, math.ceil(desired - TOLERANCE))
+
+
+def _rollout_costs(history: Sequence[IterationTimes]) -> dict[int, float]:
+    """Seconds of rollouts for each token of a response, which grow longer or shorter while a run learns, with each
+    number of instances that there has been."""
+    by_number: dict[int, list[float]] = {}
+    for each in history:
+        by_number.setdefault(max(1, each.num_instances), []).append(each.rollout_s / max(1, each.response_tokens))
+    return {number: statistics.median(seconds) for number, seconds in by_number.items()}
+
+
+def advise(recent: Sequence[IterationTimes], desired: int | None) -> str:
     """The balance of the pools in the last iterations, at least one; one sentence.
 
-    No number of instances balances pools that take turns, where each waits while the other one works.
+    Args:
+        desired: `desired_instances`; None of pools that take turns: there each waits while the other one works.
     """
     training = statistics.median(times.idle_training for times in recent)
     inference = statistics.median(times.idle_inference for times in recent)
-    now, desired = recent[-1].num_instances, desired_instances(recent)
+    now = recent[-1].num_instances
     idle = f"training waited {training:.0%} of the time for rollouts, inference idled {inference:.0%}"
-    if takes_turns:
+    if desired is None:
         return f"{idle}: the pools take turns"
     if desired == now:
         return f"{idle}: {_instances(now)} balanced the pools"

@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from async_rl.records.balance import (
     desired_instances,
     overlap_bound_s,
     overlap_efficiency,
+    remember,
 )
 from async_rl.records.group_figures import group_figures, selection_figures
 from async_rl.records.rotation import SAMPLES, TIMELINE
@@ -217,7 +217,7 @@ class RunRecorder(Recorder):
         self._on_record = on_record
         self._correct_at = correct_at
         self._decode = decode
-        self._recent: deque[IterationTimes] = deque(maxlen=NUM_RECENT)
+        self._history: list[IterationTimes] = []
         self._num_untrained = 0
         """Iterations in a row in which no group had a gradient."""
 
@@ -249,8 +249,8 @@ class RunRecorder(Recorder):
 
     def close(self) -> None:
         """Logs how well the pools were balanced."""
-        if self._recent:
-            log.info(advise(self._recent, takes_turns=self._takes_turns))
+        if self._history:
+            log.info(advise(self._history[-NUM_RECENT:], self._desired_instances()))
 
     def _note_gradient(self, line: Mapping[str, Any]) -> None:
         """Warns when nothing has been learned for a while: the run goes on, as later prompts may be others."""
@@ -318,7 +318,7 @@ class RunRecorder(Recorder):
     def _balance(self, line: Mapping[str, Any], spans: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
         """How well this iteration's pools overlapped, and how many instances would balance the recent ones."""
         times = IterationTimes.of(line)
-        self._recent.append(times)
+        remember(self._history, times)
         bound_s = overlap_bound_s(
             **{name: line[name] for name in ("publish_s", "rollout_s", "train_s", "step_s")},
             last_step_s=next((ended - started for name, started, ended in reversed(spans) if name == "step"), 0.0),
@@ -328,8 +328,11 @@ class RunRecorder(Recorder):
             "overlap_efficiency": overlap_efficiency(bound_s, line["seconds"] - line["evaluation_s"]),
             "idle_training": times.idle_training,
             "idle_inference": times.idle_inference,
-            "desired_instances": None if self._takes_turns else desired_instances(self._recent),
+            "desired_instances": self._desired_instances(),
         }
+
+    def _desired_instances(self) -> int | None:
+        return None if self._takes_turns else desired_instances(self._history)
 
 
 def _time_figures(record: IterationRecord) -> dict[str, float]:

@@ -218,7 +218,7 @@ def balance(recent: Iterable[Record]) -> str:
     """The number of instances that would have balanced the pools, in a line."""
     records = list(recent)
     # Null where the pools take turns, and so left out.
-    return advise(list(map(IterationTimes.of, records)), takes_turns="desired_instances" not in records[-1])
+    return advise(list(map(IterationTimes.of, records)), records[-1].get("desired_instances"))
 
 
 def printable(text: str) -> Text:

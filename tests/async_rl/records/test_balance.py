@@ -1,21 +1,34 @@
 import pytest
 
 from async_rl.records.balance import (
+    NUM_RECENT,
     IterationTimes,
     advise,
     desired_instances,
     overlap_bound_s,
     overlap_efficiency,
+    remember,
 )
 
 
 def times(
-    rollout_s: float, train_s: float, num_instances: int = 1, num_groups: int = 32, overhead_s: float = 0.0
+    rollout_s: float,
+    train_s: float,
+    num_instances: int = 1,
+    num_groups: int = 32,
+    overhead_s: float = 0.0,
+    response_tokens: int = 1000,
 ) -> IterationTimes:
     """An iteration in which rollouts and training overlap perfectly."""
     period_s = max(rollout_s, train_s)
     return IterationTimes(
-        period_s + overhead_s, max(0.0, rollout_s - train_s), train_s, rollout_s, num_instances, num_groups
+        seconds=period_s + overhead_s,
+        wait_s=max(0.0, rollout_s - train_s),
+        train_s=train_s,
+        rollout_s=rollout_s,
+        num_instances=num_instances,
+        num_groups=num_groups,
+        response_tokens=response_tokens,
     )
 
 
@@ -61,6 +74,46 @@ def test_one_odd_iteration_does_not_change_the_advice() -> None:
     assert desired_instances([*usual, times(0.1, 10.0)]) == 2
 
 
+@pytest.mark.parametrize(
+    ("history", "desired"),
+    [
+        # 2 s that no instance shortens, and 16 that are divided.
+        ([(18.0, 1), (10.0, 2)], 4),  # which take 6 s, as training does
+        ([(18.0, 1), (6.0, 4)], 4),
+        ([(10.0, 2), (6.0, 4), (4.0, 8)], 4),
+        ([(4.0, 8), (3.6, 10)], 6),  # fewer than there have been: as if all were divided
+        # 8 s and 8: even with one per group training waits, and a fourth hardly helps.
+        ([(16.0, 1), (12.0, 2)], 3),
+        ([(16.0, 1), (8.5, 16)], 3),
+        ([(12.0, 2), (8.5, 16)], 3),
+        # More took no less time: no more than the fewest.
+        ([(12.0, 2), (13.0, 3)], 2),
+        ([(12.0, 2), (12.0, 3)], 2),
+        # Less than if all were divided.
+        ([(30.0, 1), (12.0, 2)], 3),
+    ],
+)
+def test_instances_that_would_not_shorten_the_rollouts_are_not_desired(
+    history: list[tuple[float, int]], desired: int
+) -> None:
+    assert desired_instances([times(rollout_s, 6.0, number) for rollout_s, number in history]) == desired
+
+
+def test_longer_responses_are_no_slower_instances() -> None:
+    before = [times(12.0, 6.0, 1)] * 3
+    after = [times(18.0, 18.0, 2, response_tokens=3000)] * 12
+    assert desired_instances([*before, *after]) == 2
+
+
+def test_of_each_number_of_instances_the_last_iterations_are_remembered() -> None:
+    history: list[IterationTimes] = []
+    for number in (1, 2, 1, 3):
+        for rollout_s in range(2 * NUM_RECENT):
+            remember(history, times(float(rollout_s), 1.0, number))
+    assert [each.num_instances for each in history] == [2] * NUM_RECENT + [1] * NUM_RECENT + [3] * NUM_RECENT
+    assert [each.rollout_s for each in history] == [float(at) for at in range(NUM_RECENT, 2 * NUM_RECENT)] * 3
+
+
 def test_idle_shares_are_of_the_whole_iteration() -> None:
     waiting = times(rollout_s=8.0, train_s=6.0, overhead_s=2.0)
     assert waiting.idle_training == pytest.approx(0.2) and waiting.idle_inference == pytest.approx(0.2)
@@ -70,26 +123,27 @@ def test_idle_shares_are_of_the_whole_iteration() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
 def test_idle_shares_stay_between_0_and_1_whatever_the_clocks_say(seconds: float) -> None:
-    odd = IterationTimes(seconds, wait_s=2.0, train_s=-1e-9, rollout_s=3.0, num_instances=1, num_groups=1)
+    odd = IterationTimes(seconds, 2.0, -1e-9, rollout_s=3.0, num_instances=1, num_groups=1, response_tokens=0)
     assert 0.0 <= odd.idle_training <= 1.0 and 0.0 <= odd.idle_inference <= 1.0
 
 
 def test_advice_names_what_would_balance_the_pools() -> None:
-    assert advise([times(20.0, 12.4)]) == (
+    assert advise([times(20.0, 12.4)], 2) == (
         "training waited 38% of the time for rollouts, inference idled 0%: "
         "2 instances would balance the pools, 1 took part"
     )
-    assert "inference idled 60%: 1 instance would balance the pools, 2 took part" in advise([times(4.0, 10.0, 2)])
-    assert "inference idled 0%: 3 instances balanced the pools" in advise([times(10.0, 10.0, 3)])
+    assert "inference idled 60%: 1 instance would balance the pools, 2 took part" in advise([times(4.0, 10.0, 2)], 1)
+    assert "inference idled 0%: 3 instances balanced the pools" in advise([times(10.0, 10.0, 3)], 3)
 
 
 def test_pools_that_take_turns_are_not_to_be_balanced() -> None:
-    assert advise([times(20.0, 12.4)], takes_turns=True).endswith("%: the pools take turns")
+    assert advise([times(20.0, 12.4)], None).endswith("%: the pools take turns")
 
 
 def test_times_are_read_from_a_record() -> None:
     record = {"seconds": 4.0, "wait_s": 1.0, "train_s": 2.0, "rollout_s": 3.0, "num_instances": 2, "num_groups": 8}
-    assert IterationTimes.of(record | {"reward_mean": 0.5}) == IterationTimes(4.0, 1.0, 2.0, 3.0, 2, 8)
+    record["response_tokens"] = 160
+    assert IterationTimes.of(record | {"reward_mean": 0.5}) == IterationTimes(4.0, 1.0, 2.0, 3.0, 2, 8, 160)
 
 
 def test_the_bound_lets_rollouts_overlap_everything_but_publish_and_last_step() -> None:
