@@ -17,11 +17,13 @@ from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError
 from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
 from async_rl.shared.programs.error_text import error_text
+from deploy.local.memory_fit import GIB
 from deploy.scaling import chart, graph
 from deploy.scaling.batches import TURNS, Batches, devices_of
 from deploy.scaling.costs import Measured, measure
 from deploy.scaling.failures import Failures, Kind, failures_of
 from deploy.scaling.iterations import LARGEST, checkpoint_every
+from deploy.scaling.memory import DeviceMemory
 from deploy.scaling.simulation import ASSUMED, SCHEDULES, Outcome, SetUp
 
 APART = 1.05
@@ -57,9 +59,8 @@ def text_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> str:
         note = " (trains samples of older weights; not offered)" if schedule == "one step behind" else ""
         lines.append(f"  {schedule:<16}{_s(seconds):>9}  {seconds / periodic:.2f} of periodic{note}")
     turns = batches.mean(batches.turns(devices_of(run, best))).seconds
-    lines.append(
-        f"  {TURNS:<16}{_s(turns):>9}  {turns / periodic:.2f} of periodic (both pools on all devices; no swaps)"
-    )
+    note = "both pools on all devices; no swaps" + ("" if batches.turns_fit(devices_of(run, best)) else "; no room")
+    lines.append(f"  {TURNS:<16}{_s(turns):>9}  {turns / periodic:.2f} of periodic ({note})")
     return "\n".join([*lines, "", "taken for granted: " + "; ".join(ASSUMED)])
 
 
@@ -105,7 +106,11 @@ def text_of_failures(failures: Failures, mtbf_hours: float, every: int) -> str:
 
 
 def json_of(
-    run: Measured, batches: Batches, set_ups: Sequence[SetUp], failures: Failures | None = None
+    run: Measured,
+    batches: Batches,
+    set_ups: Sequence[SetUp],
+    failures: Failures | None = None,
+    memory: DeviceMemory | None = None,
 ) -> dict[str, Any]:
     """Everything that the text has, by the names of `Costs`, `SetUp` and `Outcome`; the first set-up is the run's."""
     turns = batches.turns(devices_of(run, _best(set_ups)))
@@ -124,6 +129,7 @@ def json_of(
         ],
         "turns": {**asdict(turns), **_figures(batches.mean(turns))},
         "failures": None if failures is None else asdict(failures),
+        "memory": None if memory is None else memory.figures(_best(set_ups).num_replicas),
         "assumed": list(ASSUMED),
     }
 
@@ -172,6 +178,7 @@ def make_parser() -> Parser:
     parser.add_argument("--responses", type=int, metavar="N", help="responses to a prompt; by default as many as now")
     parser.add_argument("--mtbf-hours", type=float, metavar="H", help="what failures cost, if a device has one every H")
     parser.add_argument("--restart-s", type=float, default=120.0, metavar="S", help="until it is back, by default 120")
+    parser.add_argument("--device-gib", type=float, metavar="G", help="leave out what does not fit devices of so much")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     return parser
 
@@ -184,10 +191,19 @@ def main(argv: Sequence[str]) -> int:
             parser.error(f"--{name} is {value}: expected at least 1")
     if options.devices and (options.instances or options.replicas):
         parser.error("--devices finds the numbers of instances and replicas itself: leave these out")
-    for name in ("mtbf_hours", "restart_s"):
+    for name in ("mtbf_hours", "restart_s", "device_gib"):
         if (value := getattr(options, name)) is not None and not 0 < value <= LARGEST:
             parser.error(f"--{name.replace('_', '-')} is {value}: expected a positive number")
-    others = ["--devices", "--instances", "--replicas", "--prompts", "--responses", "--json", "--mtbf-hours"]
+    others = [
+        "--devices",
+        "--instances",
+        "--replicas",
+        "--prompts",
+        "--responses",
+        "--json",
+        "--mtbf-hours",
+        "--device-gib",
+    ]
     if options.graph and (given := [name for name in others if getattr(options, name[2:].replace("-", "_"))]):
         parser.error(f"{given[0]} is for the records of a run, and --graph shows a config: leave one of them out")
     if options.graph and options.run[1:]:
@@ -201,7 +217,8 @@ def main(argv: Sequence[str]) -> int:
             show_graph(options.run[0], parser.overrides, options.output)
             return 0
         run = measure(*options.run)
-        batches = Batches(run, options.prompts, options.responses)
+        memory = DeviceMemory(options.run[0], int(options.device_gib * GIB)) if options.device_gib else None
+        batches = Batches(run, options.prompts, options.responses, memory)
         set_ups = [run.set_up]
         if options.devices:
             set_ups += batches.splits(options.devices)
@@ -222,11 +239,13 @@ def main(argv: Sequence[str]) -> int:
         print(f"async-rl plan: {error_text(error)}", file=sys.stderr)
         return USAGE_ERROR
     if options.json:
-        print(json.dumps(json_of(run, batches, set_ups, failures)))
+        print(json.dumps(json_of(run, batches, set_ups, failures, memory)))
         return 0
     print(text_of(run, batches, set_ups))
     if failures is not None:
         print(text_of_failures(failures, options.mtbf_hours, every))
+    if memory is not None:
+        print(memory.text(_best(set_ups).num_replicas))
     return 0
 
 

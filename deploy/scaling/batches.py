@@ -1,12 +1,13 @@
 """Batches like those of a run, simulated with other set-ups; the best splits of devices for them."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from statistics import fmean
 
 from async_rl.errors import ConfigError
 from deploy.scaling.costs import Measured
+from deploy.scaling.memory import DeviceMemory
 from deploy.scaling.simulation import SCHEDULES, Costs, Loss, Outcome, Schedule, SetUp, Shape, simulate
 
 NUM_BATCHES = 4
@@ -34,10 +35,15 @@ def mean_of(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 class Batches:
-    """A run and batches like its own, or of other sizes; draws the same ones each time."""
+    """A run and batches like its own, or of other sizes; draws the same ones each time.
 
-    def __init__(self, run: Measured, num_prompts: int | None, num_responses: int | None) -> None:
-        self._run = run
+    With a `memory` only splits that have room count.
+    """
+
+    def __init__(
+        self, run: Measured, num_prompts: int | None, num_responses: int | None, memory: DeviceMemory | None = None
+    ) -> None:
+        self._run, self._memory = run, memory
         shapes = [shape for iteration in run.iterations for shape in iteration.shapes]
         rng = random.Random(0)
 
@@ -86,49 +92,61 @@ class Batches:
 
     def by_devices(self, num_devices: int) -> dict[str, list[tuple[int, float]]]:
         """Of each schedule, and of pools that take turns: (number of devices, tokens per second and device) of the best
-        split, for numbers that double up to so many."""
+        split, for numbers that double up to so many, as far as they have room."""
         sizes = [num_devices]
         while sizes[0] // 2 >= sum(self._run.devices_of):
             sizes.insert(0, sizes[0] // 2)
-        best: dict[str, list[SetUp]] = {
-            schedule: [self.splits(size, schedule)[0] for size in sizes] for schedule in SCHEDULES
+        best: dict[str, list[tuple[int, SetUp]]] = {
+            schedule: [(size, found[0]) for size in sizes if (found := self._splits(size, schedule))]
+            for schedule in SCHEDULES
         }
-        best[TURNS] = [self.turns(size) for size in sizes]
+        best[TURNS] = [(size, self.turns(size)) for size in sizes if self.turns_fit(size)]
         return {
-            name: [(size, self.mean(set_up).tokens_per_s / size) for size, set_up in zip(sizes, set_ups, strict=True)]
+            name: [(size, self.mean(set_up).tokens_per_s / size) for size, set_up in set_ups]
             for name, set_ups in best.items()
         }
 
-    def splits(self, num_devices: int, schedule: Schedule | None = None) -> list[SetUp]:
-        """Of so many devices, those whose iterations are shortest, the best one first; by default of the run's
-        schedule.
+    def turns_fit(self, num_devices: int) -> bool:
+        return self._memory is None or self._memory.fits(self.turns(num_devices).num_replicas, "turns")
+
+    def splits(self, num_devices: int) -> list[SetUp]:
+        """Of so many devices, those whose iterations are shortest, the best one first, in the run's schedule.
 
         Raises:
-            ConfigError: there is no room for an instance and a replica.
+            ConfigError: there are too few for an instance and a replica, or none has room for it.
         """
         of_instance, of_replica = self._run.devices_of
-        most = (num_devices - of_instance) // of_replica
-        if most < 1:
+        if num_devices < of_instance + of_replica:
             raise ConfigError(
                 f"--devices is {num_devices}: an instance of this run has {of_instance}, a replica {of_replica}; name "
                 f"at least {of_instance + of_replica}"
             )
+        if self._memory is not None:
+            self._memory.require_room()
+        found = self._splits(num_devices, self._run.set_up.schedule)
+        if not found and self._memory is not None:
+            raise self._memory.no_split(num_devices)
+        return found
+
+    def _splits(self, num_devices: int, schedule: Schedule) -> list[SetUp]:
+        of_instance, of_replica = self._run.devices_of
         num_groups, now = len(self._drawn[0]), self._run.set_up
-        most = min(most, num_groups)
+        most = min((num_devices - of_instance) // of_replica, num_groups)
 
         def split(num_replicas: int) -> SetUp:
             num_instances = min(num_groups, (num_devices - num_replicas * of_replica) // of_instance)
-            return SetUp(
-                num_instances, num_replicas, now.max_running, now.window_rows, schedule=schedule or now.schedule
-            )
+            return SetUp(num_instances, num_replicas, now.max_running, now.window_rows, schedule=schedule)
 
-        tried = {1 + place * (most - 1) // NUM_SPLITS for place in range(NUM_SPLITS + 1)}
-        seconds = {number: self.mean(split(number), 1).seconds for number in tried}
-        for _ in range(2):
-            around = min(seconds, key=seconds.__getitem__)
-            gap = max(1, most // NUM_SPLITS)
-            for number in range(max(1, around - gap), min(most, around + gap) + 1):
-                if number not in seconds:
+        seconds: dict[int, float] = {}
+
+        def measure(numbers: Iterable[int]) -> None:
+            for number in set(numbers) - seconds.keys():
+                if self._memory is None or self._memory.fits(number):
                     seconds[number] = self.mean(split(number), 1).seconds
+
+        measure(1 + place * (most - 1) // NUM_SPLITS for place in range(NUM_SPLITS + 1))
+        for _ in range(2 if seconds else 0):
+            around, gap = min(seconds, key=seconds.__getitem__), max(1, most // NUM_SPLITS)
+            measure(range(max(1, around - gap), min(most, around + gap) + 1))
         shown = [split(number) for number in sorted(seconds, key=seconds.__getitem__)[:NUM_SHOWN]]
         return sorted(shown, key=lambda each: (float(f"{self.mean(each).seconds:.3g}"), devices_of(self._run, each)))
