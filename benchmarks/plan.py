@@ -1,13 +1,13 @@
 """What `async-rl plan` says of other set-ups, against runs of these set-ups.
 
-    python -m benchmarks.plan --json [--size 2M] [--iterations N] [--only NAME ...]
+    python -m benchmarks.plan --json [--size 2M] [--iterations N] [--only NAME ...] [--vllm .venv-vllm/bin/python]
 
 One run is measured, whose records give the costs; each other one has something else: a batch of other sizes, fewer
 responses at once, smaller windows, both pools one after the other, more instances or replicas. All are `async-rl run`
-with the embedded engine and a random model, whose responses end at random; the weights do not change. The last line is
-one JSON object: for each set-up `measured_s`, the median of an iteration, `simulated_s`, from the costs and batches of
-the first run and of one that trains after its rollouts, as `async-rl calibrate` makes them, and `ratio`, simulated /
-measured; `ratio_of_one` is that of the first run's costs alone.
+with the embedded engine, or vLLM, and a random model, whose responses end at random; the weights do not change. The
+last line is one JSON object: for each set-up `measured_s`, the median of an iteration, `simulated_s`, from the costs
+and batches of the first run and of one that trains after its rollouts, as `async-rl calibrate` makes them, and `ratio`,
+simulated / measured; `ratio_of_one` is that of the first run's costs alone.
 """
 
 import argparse
@@ -152,13 +152,15 @@ def simulated_s(measured: Measured, other: Other) -> float:
     return Batches(measured, other.prompts, other.responses).mean(other.set_up(measured.set_up)).seconds
 
 
-def compare(directory: Path, size: str, iterations: int, names: list[str]) -> dict[str, Any]:
+def compare(
+    directory: Path, size: str, iterations: int, names: list[str], engine: Mapping[str, object]
+) -> dict[str, Any]:
     prepare(directory, size)
-    runs = [run(directory, name, settings, iterations) for name, settings in CALIBRATION.items()]
+    runs = [run(directory, name, {**engine, **settings}, iterations) for name, settings in CALIBRATION.items()]
     alone, measured = measure(runs[0]), measure(*runs)
     found = {}
     for name in names:
-        took_s = seconds_of(run(directory, name, OTHERS[name].settings, iterations))
+        took_s = seconds_of(run(directory, name, {**engine, **OTHERS[name].settings}, iterations))
         said_s = simulated_s(measured, OTHERS[name])
         found[name] = {
             "measured_s": took_s,
@@ -176,9 +178,13 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="2M")
     parser.add_argument("--iterations", type=int, default=14)
     parser.add_argument("--only", nargs="+", choices=OTHERS, default=list(OTHERS))
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="of an environment with vLLM, in place of ours")
     arguments = parser.parse_args()
+    engine = {}
+    if arguments.vllm:
+        engine = {"inference.engine": "vllm", "inference.python": arguments.vllm.absolute()}
     with tempfile.TemporaryDirectory() as directory:
-        found = compare(Path(directory), arguments.size, arguments.iterations, arguments.only)
+        found = compare(Path(directory), arguments.size, arguments.iterations, arguments.only, engine)
     if arguments.json:
         print(json.dumps(found))
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.distributed
 
 
 def test_a_synchronous_run_is_simulated_from_a_periodic_one(tmp_path: Path) -> None:
-    found = compare(tmp_path, "tiny", 7, ["synchronous"])["synchronous"]
+    found = compare(tmp_path, "tiny", 7, ["synchronous"], {})["synchronous"]
     assert found["ratio"] == found["simulated_s"] / found["measured_s"]
     # On a machine that does other work meanwhile.
     assert 0.3 < found["ratio"] < 3
