@@ -5,7 +5,9 @@ codes: 0 success, 2 no such run or config, or not enough of it.
 """
 
 import json
+import math
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -134,6 +136,29 @@ def json_of(
     }
 
 
+def with_costs(run: Measured, given: Sequence[str]) -> Measured:
+    """The run as if these costs, NAME=SECONDS, were what it has.
+
+    Raises:
+        ConfigError: there is no such cost, or no such number.
+    """
+    costs = {}
+    for word in given:
+        name, _, text = word.partition("=")
+        least = 1.0 if name.startswith("slower_") else 0.0
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (name in asdict(run.costs) and least <= value <= LARGEST):
+            raise ConfigError(
+                f"--cost {word!r}: expected NAME=NUMBER, seconds or a factor of 1 or more; the names are "
+                f"{', '.join(asdict(run.costs))}"
+            )
+        costs[name] = value
+    return replace(run, costs=replace(run.costs, **costs), others=tuple(replace(each, **costs) for each in run.others))
+
+
 def show_graph(config: Path, overrides: Sequence[str], output: Path | None) -> None:
     """
     Raises:
@@ -178,14 +203,21 @@ def make_parser() -> Parser:
     parser.add_argument("--responses", type=int, metavar="N", help="responses to a prompt; by default as many as now")
     parser.add_argument("--mtbf-hours", type=float, metavar="H", help="what failures cost, if a device has one every H")
     parser.add_argument("--restart-s", type=float, default=120.0, metavar="S", help="until it is back, by default 120")
+    parser.add_argument(
+        "--cost",
+        action="append",
+        default=[],
+        metavar="NAME=S",
+        help="what if: seconds in place of a measured cost, as publish_s=0.5, of those that --json names",
+    )
     parser.add_argument("--device-gib", type=float, metavar="G", help="leave out what does not fit devices of so much")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     return parser
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = make_parser()
-    options = parser.parse_args(argv)
+def parsed(parser: Parser, argv: Sequence[str]) -> Namespace:
+    """The options; ends the program where they do not go together."""
+    options: Namespace = parser.parse_args(argv)
     for name in ("devices", "instances", "replicas", "prompts", "responses"):
         if (value := getattr(options, name)) is not None and value < 1:
             parser.error(f"--{name} is {value}: expected at least 1")
@@ -212,11 +244,17 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"{parser.overrides[0]} is for --graph CONFIG: add --graph")
     if options.output and not (options.graph or options.devices):
         parser.error("-o is for --graph CONFIG, or for --devices N: add --graph or --devices")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser()
+    options = parsed(parser, argv)
     try:
         if options.graph:
             show_graph(options.run[0], parser.overrides, options.output)
             return 0
-        run = measure(*options.run)
+        run = with_costs(measure(*options.run), options.cost)
         memory = DeviceMemory(options.run[0], int(options.device_gib * GIB)) if options.device_gib else None
         batches = Batches(run, options.prompts, options.responses, memory)
         set_ups = [run.set_up]

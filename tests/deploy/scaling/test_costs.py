@@ -219,6 +219,20 @@ def test_the_command_shows_the_run_and_the_best_splits(run_dir: Path, capsys: py
     assert other["seconds"] < now["seconds"] and len(said["simulated_to_measured"]) == 5
 
 
+def test_another_cost_in_place_of_the_measured_one_is_what_an_iteration_then_has(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = (
+        json.loads(output_of(capsys, run_dir, "--devices", 12, "--json", *costs)[1])
+        for costs in ((), ("--cost", "publish_s=2.5", "--cost", "optimizer_s=0"))
+    )
+    costs = before["costs"]
+    assert after["costs"] == costs | {"publish_s": 2.5, "optimizer_s": 0.0}
+    less_s = costs["publish_s"] + costs["optimizer_s"] - 2.5
+    for one, other in zip(before["set_ups"], after["set_ups"], strict=True):
+        assert other["seconds"] == pytest.approx(one["seconds"] - less_s)
+
+
 def test_the_best_split_of_many_devices_is_found_without_trying_all(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,6 +252,10 @@ def test_the_best_split_of_many_devices_is_found_without_trying_all(
         (["--mtbf-hours", "0"], "--mtbf-hours is 0.0: expected a positive number"),
         (["--mtbf-hours", "nan"], "--mtbf-hours is nan: expected a positive number"),
         (["--restart-s", "inf"], "--restart-s is inf: expected a positive number"),
+        (["--cost", "publish=1"], "--cost 'publish=1': expected NAME=NUMBER"),
+        (["--cost", "publish_s=-1"], "--cost 'publish_s=-1': expected NAME=NUMBER"),
+        (["--cost", "step_s=nan"], "the names are step_s, token_s, prompt_token_s"),
+        (["--cost", "slower_training=0.5"], "a factor of 1 or more"),
         (["-o", "x.svg"], "-o is for --graph CONFIG, or for --devices"),
         (["--devices", "8", "-o", "/dev/null/x.svg"], "cannot be written: Not a directory"),
     ],
