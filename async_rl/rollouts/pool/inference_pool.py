@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from async_rl.config.pool_section import PoolSection
-from async_rl.errors import ConfigError, ConnectionLost, InstanceError
+from async_rl.errors import ConfigError, ConnectionLost, InstanceError, InstanceUnreachable
 from async_rl.method.types import Response, WeightVersion
 from async_rl.rollouts.pool.group_rollout import GroupRollout
 from async_rl.rollouts.pool.health import HealthWatch, wait_until_healthy
@@ -114,27 +114,33 @@ class InferencePool(Roster):
     async def sleep(self, timeout_s: float) -> dict[Member, InstanceError]:
         """Has all instances give up their devices' memory until the next publish; nobody joins before it.
 
-        One that does not is out of service, with the reason. Those that are out of service already may be awake, too.
+        One that does not is out of service, with the reason. Those that are out of service already may be awake, too,
+        and those that have left the pool.
 
         Returns:
-            The errors of those that served in this run, and may keep memory: a process is there, and is not asleep.
+            The errors of those that may keep memory: a process is there, and is not asleep.
         """
         awake: dict[Member, InstanceError] = {}
 
         async def put_to_sleep(member: Member) -> None:
-            is_ready = member.state == "ready"
+            # One that joins may be putting itself to sleep.
+            patience_s = timeout_s if member.state in ("ready", "joining") else OUT_OF_SERVICE_TIMEOUT_S
             try:
-                await member.client.sleep(timeout_s if is_ready else min(timeout_s, OUT_OF_SERVICE_TIMEOUT_S))
+                await member.client.sleep(min(timeout_s, patience_s))
             except InstanceError as error:
-                # Without a connection there is no process. One that has not served yet is being started.
-                if member.version is not None and not isinstance(error, ConnectionLost):
+                # Without a connection there is no process, or it is being started. One that refuses and has not served
+                # may be of a kind that cannot sleep: a publish names it.
+                is_there = not isinstance(error, ConnectionLost)
+                if is_there and (member.version is not None or isinstance(error, InstanceUnreachable)):
                     awake[member] = error
-                if is_ready:
+                if member.state == "ready":
                     self.note_failure(member, f"it did not go to sleep: {error}")
 
         self.late_joiners.is_closed = True
         await self.late_joiners.wait()
-        await asyncio.gather(*map(put_to_sleep, self.members))
+        present = {member.url: member for member in (*self._departed.values(), *self.members)}
+        await asyncio.gather(*map(put_to_sleep, present.values()))
+        self._departed = {url: member for url, member in self._departed.items() if member in awake}
         return awake
 
     # Rollouts

@@ -14,6 +14,7 @@ import torch
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import LeaderFailed, ProducerLost, PublishError
 from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.publish.remote_sender import RemoteSender, serve
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights.fingerprint import TensorSpec
@@ -289,3 +290,37 @@ def test_one_that_is_out_of_service_is_put_to_sleep_too(
     loop.run(pool.sleep(5.0))
     assert [instance.seen()["calls"][-1] for instance in sleepers] == ["/sleep"] * 3
     assert reasons(pool)[1] == "a request failed"
+
+
+def test_one_that_was_removed_by_hand_is_put_to_sleep_too(
+    sleepers, make_publisher, loop: EventLoopThread, tmp_path: Path
+) -> None:
+    publisher, pool = in_turns(make_publisher, sleepers, tmp_path)
+    publish(publisher, "run-0")
+
+    async def remove() -> Member:
+        return pool.remove(sleepers[1].url)
+
+    removed = loop.run(remove())
+    sleepers[1].rescript(refuse="sleep")
+    assert list(loop.run(pool.sleep(5.0))) == [removed], "it keeps memory"
+    sleepers[1].rescript(refuse=None)
+    assert not loop.run(pool.sleep(5.0)) and removed not in pool.members
+    asked = sleepers[1].seen()["calls"]
+    assert asked[-1] == "/sleep"
+    loop.run(pool.sleep(5.0))
+    assert sleepers[1].seen()["calls"] == asked, "it may serve others by now"
+
+
+def test_one_that_hangs_before_it_has_served_keeps_memory(
+    sleepers, make_publisher, loop: EventLoopThread, tmp_path: Path
+) -> None:
+    publisher, pool = in_turns(make_publisher, sleepers, tmp_path)
+    sleepers[1].rescript(refuse="wake kv_cache")
+    publish(publisher, "run-0")
+    sleepers[1].rescript(refuse=None, hang="sleep")
+    assert list(loop.run(pool.sleep(0.5))) == [pool.members[1]] and pool.members[1].version is None
+    # As a trainer finds it that is started again.
+    _, another = in_turns(make_publisher, sleepers, tmp_path)
+    assert list(loop.run(another.sleep(0.5))) == [another.members[1]]
+    sleepers[1].rescript(hang=None)
