@@ -33,8 +33,12 @@ OUT_OF_SERVICE_TIMEOUT_S = 5.0
 class InferencePool(Roster):
     """The instances of a run, as its rollouts and publishes use them."""
 
-    def __init__(self, config: PoolSection, token: str | None = None, term: str | None = None) -> None:
+    def __init__(
+        self, config: PoolSection, token: str | None = None, term: str | None = None, *, takes_turns: bool = False
+    ) -> None:
         """`token` is the bearer token of the instances, `term` the trainer's lease on its run (`RUN_UID:TERM`).
+
+        `takes_turns`: whether the instances have the trainer's own devices, and are to `sleep` while it trains.
 
         Raises:
             ConfigError: an invalid address, or no way to find any instance.
@@ -47,6 +51,8 @@ class InferencePool(Roster):
         super().__init__(config, token, term)
         self.late_joiners = LateJoiners(self)
         self._health = HealthWatch(self, self.late_joiners, config)
+        self._departed: dict[str, Member] | None = {} if takes_turns else None
+        """Those that have left the pool since the last sleep, by URL, and may still have their devices' memory."""
         self.max_model_len: int | None = None
         """Prompt plus response tokens that every instance accepts; known after `wait_until_ready`."""
         for url in config.urls:
@@ -115,7 +121,7 @@ class InferencePool(Roster):
         """Has all instances give up their devices' memory until the next publish; nobody joins before it.
 
         One that does not is out of service, with the reason. Those that are out of service already may be awake, too,
-        and those that have left the pool.
+        and those that have left the pool: each of these is asked until it sleeps, or no process is there.
 
         Returns:
             The errors of those that may keep memory: a process is there, and is not asleep.
@@ -138,10 +144,16 @@ class InferencePool(Roster):
 
         self.late_joiners.is_closed = True
         await self.late_joiners.wait()
-        present = {member.url: member for member in (*self._departed.values(), *self.members)}
+        departed, self._departed = self._departed or {}, {}
+        present = departed | {member.url: member for member in self.members}
         await asyncio.gather(*map(put_to_sleep, present.values()))
-        self._departed = {url: member for url, member in self._departed.items() if member in awake}
+        self._departed |= {url: member for url, member in departed.items() if member in awake}
         return awake
+
+    def _drop(self, member: Member, reason: str) -> None:
+        super()._drop(member, reason)
+        if self._departed is not None:
+            self._departed[member.url] = member
 
     # Rollouts
 

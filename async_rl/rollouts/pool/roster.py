@@ -67,8 +67,6 @@ class Roster:
         self._left: dict[str, str | None] = {}
         self._replaced: set[str] = set()
         """Boot ids of processes whose place another process has taken."""
-        self._departed: dict[str, Member] = {}
-        """Those that have left the pool, by URL, which may still have their devices' memory."""
         self._membership = Membership()
         self.members: tuple[Member, ...] = ()
         self.min_model_len = 0
@@ -229,7 +227,6 @@ class Roster:
 
     def _drop(self, member: Member, reason: str) -> None:
         self.members = tuple(other for other in self.members if other is not member)
-        self._departed[member.url] = member
         self._act(member, self._membership.removed(member.entry, reason))
 
     def _act(self, member: Member, transition: Transition) -> None:

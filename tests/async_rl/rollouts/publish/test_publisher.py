@@ -3,6 +3,7 @@
 import logging
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -310,6 +311,27 @@ def test_one_that_was_removed_by_hand_is_put_to_sleep_too(
     assert asked[-1] == "/sleep"
     loop.run(pool.sleep(5.0))
     assert sleepers[1].seen()["calls"] == asked, "it may serve others by now"
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_those_that_are_gone_are_forgotten(make_publisher, loop: EventLoopThread, takes_turns: bool) -> None:
+    _, pool = make_publisher(Gone(), takes_turns=takes_turns)
+
+    async def join_and_leave(number: int) -> "weakref.ref[Any]":
+        member = pool.add(f"http://127.0.0.1:{number}")
+        pool.remove(member.name)
+        return weakref.ref(member.client)
+
+    # Nobody listens at such ports.
+    left = [loop.run(join_and_leave(number)) for number in range(1, 200)]
+    assert sum(each() is not None for each in left) == (199 if takes_turns else 0)
+    if takes_turns:
+        assert not loop.run(pool.sleep(5.0))
+        assert sum(each() is not None for each in left) == 0
+
+
+class Gone:
+    url = "http://127.0.0.1:999"
 
 
 def test_one_that_hangs_before_it_has_served_keeps_memory(
