@@ -72,7 +72,7 @@ def test_weight_group_is_kept_from_publish_to_publish(well, make_publisher) -> N
     for number in range(1, 4):
         publish(publisher, f"run-{number}")
     calls = well[0].seen()["calls"][before:]
-    cycle = ["/health", "/pause", "/start_weight_update", "/update_weights", "/collective_rpc"]
+    cycle = ["/health", "/is_sleeping", "/pause", "/start_weight_update", "/update_weights", "/collective_rpc"]
     # What it holds is read by the publish, and once more by the pool that puts it in service.
     proofs = ["/finish_weight_update", "/collective_rpc", "/resume", "/weight_info", "/weight_info"]
     assert calls == [*cycle, *proofs] * 3
