@@ -21,6 +21,7 @@ from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.sender import WeightSender, WeightSource
 from tests.support.publishing import SPECS, Publishing, StreamPublisher, publish, remote, stream, sums
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -332,6 +333,44 @@ def test_those_that_are_gone_are_forgotten(make_publisher, loop: EventLoopThread
 
 class Gone:
     url = "http://127.0.0.1:999"
+
+
+def test_one_that_comes_or_wakes_while_the_trainer_has_the_device_is_put_to_sleep(
+    sleepers, make_publisher, loop: EventLoopThread, tmp_path: Path
+) -> None:
+    publisher, pool = in_turns(make_publisher, sleepers, tmp_path)
+    publish(publisher, "run-0")
+    loop.run(pool.wait_until_ready())
+    loop.run(pool.sleep(5.0))
+
+    async def fail() -> None:
+        pool.note_failure(pool.members[1], "it was started anew")
+
+    def num_sleeps() -> list[int]:
+        return [instance.seen()["calls"].count("/sleep") for instance in sleepers]
+
+    before = num_sleeps()
+    loop.run(fail())
+    wait_for(lambda: num_sleeps()[1] > before[1])
+    assert num_sleeps()[::2] == before[::2]
+
+
+def test_one_that_has_served_is_tried_once_more_where_it_refuses_a_step(
+    start_receivers_once, make_publisher, tmp_path: Path
+) -> None:
+    (instance,) = start_receivers_once({})
+    publisher, pool = make_publisher(instance, transport="snapshot", snapshot_dir=tmp_path, probes=False, wait_s=60.0)
+    publish(publisher, "run-0")
+    num_tries = 0
+
+    def mended_at_the_second() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        nonlocal num_tries
+        num_tries += 1
+        instance.rescript(refuse="update" if num_tries == 1 else None)
+        return stream()
+
+    assert publisher.publish("run-1", mended_at_the_second).instances == (instance.url,)
+    assert num_tries == 2 and pool.members[0].serves("run-1")
 
 
 def test_one_that_hangs_before_it_has_served_keeps_memory(
