@@ -6,8 +6,10 @@ again.
 """
 
 import random
+import re
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,15 @@ CALLS: list[tuple[str, Any]] = [
     ("/abort_requests", {}),
 ]
 PHASES = ("generate", "score", "train", "publish")
-DAY = [("shared", "score"), ("turns", "train")]
-CASES = [(placement, phase) for placement in ("separate", "shared", "turns") for phase in PHASES]
+BY_DAY = [CALLS[2], CALLS[5], CALLS[7]]
+"""A pause that freezes requests, a sleep that drops the weights, and what wakes it."""
+CASES = [
+    *((placement, phase, BY_DAY) for placement, phase in (("shared", "score"), ("turns", "train"))),
+    *(at_night(placement, phase, CALLS) for placement in ("separate", "shared", "turns") for phase in PHASES),
+]
 
 SETTINGS = (
-    *(f"--train.iterations={len(CALLS) + 2}", "--train.order=prompt", "--train.exact=true"),
+    *("--train.order=prompt", "--train.exact=true"),
     *("--publish.transport=snapshot", "--checkpoint.every=0", "--reward.timeout_s=600"),
     "--algorithm.kl_coef=0.05",
 )
@@ -57,9 +63,10 @@ class DisturbedRun(Run):
         self.reward.write_text(REWARD + HOLDS)
         (folder / "algorithm.py").write_text(ALGORITHM + HOLDS)
 
-    def words(self, placement: str) -> list[str]:
+    def words(self, placement: str, num_calls: int) -> list[str]:
         named = f"--algorithm.name=python:{self.folder / 'algorithm.py'}:Holding"
-        return [*SETTINGS, named, f"--publish.snapshot_dir={self.folder / 'snapshots'}", f"--run.placement={placement}"]
+        own = f"--publish.snapshot_dir={self.folder / 'snapshots'}", f"--run.placement={placement}"
+        return [*SETTINGS, named, *own, f"--train.iterations={num_calls + 2}"]
 
     @property
     def url(self) -> str:
@@ -82,18 +89,31 @@ class DisturbedRun(Run):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> DisturbedRun:
-    run = DisturbedRun(tmp_path_factory.mktemp("undisturbed"), tiny_model("qwen3", tied=True))
-    run.train(*run.words("separate"))
-    return run
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]
+) -> Callable[[int], DisturbedRun]:
+    """A run as long as one with so many calls."""
+
+    @cache
+    def train(num_calls: int) -> DisturbedRun:
+        run = DisturbedRun(tmp_path_factory.mktemp("undisturbed"), tiny_model("qwen3", tied=True))
+        run.train(*run.words("separate", num_calls))
+        return run
+
+    return train
 
 
-@pytest.mark.parametrize(("placement", "phase"), [case if case in DAY else at_night(*case) for case in CASES])
+@pytest.mark.parametrize(("placement", "phase", "calls"), CASES)
 def test_a_run_whose_instance_strangers_control_trains_the_same_bits(
-    placement: str, phase: str, undisturbed: DisturbedRun, tmp_path: Path, tiny_model: Callable[..., Path]
+    placement: str,
+    phase: str,
+    calls: list[tuple[str, Any]],
+    undisturbed: Callable[[int], DisturbedRun],
+    tmp_path: Path,
+    tiny_model: Callable[..., Path],
 ) -> None:
     run = DisturbedRun(tmp_path, tiny_model("qwen3", tied=True))
-    run.start(*run.words(placement))
+    run.start(*run.words(placement, len(calls)))
     statuses: dict[str, int] = {}
     try:
         run.wait_for_iterations(1)
@@ -102,7 +122,7 @@ def test_a_run_whose_instance_strangers_control_trains_the_same_bits(
             operations = stranger.get("/openapi.json").json()["paths"]
             controls = {path for path, found in operations.items() if "post" in found and not path.startswith("/v1/")}
             assert controls - {"/inference/v1/generate"} == {path.partition("?")[0] for path, _ in CALLS}
-            for number, (path, body) in enumerate(CALLS, start=1):
+            for number, (path, body) in enumerate(calls, start=1):
                 run.wait_for_iterations(number)
 
                 def call(path: str = path, body: Any = body) -> None:
@@ -114,8 +134,28 @@ def test_a_run_whose_instance_strangers_control_trains_the_same_bits(
         assert run.finish() == 0, run.everything_said()
     finally:
         run.end()
-    assert_same_run(run, undisturbed)
+    assert_same_run(run, undisturbed(len(calls)))
     if (placement, phase) == ("turns", "train"):
         assert {statuses[path] for path in statuses if path.startswith("/wake_up")} == {409}
     if (placement, phase) == ("shared", "score"):
         assert f"{url} sleeps or is paused" in run.everything_said()
+
+
+@pytest.mark.nightly
+def test_without_a_snapshot_to_give_it_weights_again_the_trainer_ends_with_its_name_and_begins_again(
+    tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    run = DisturbedRun(tmp_path, tiny_model("qwen3", tied=True))
+    # So many responses that they are still under way when the call arrives.
+    others = ("--publish.transport=broadcast", "--rollout.responses_per_prompt=24")
+    run.start(*(word for word in run.words("separate", 8) if not word.startswith("--publish.")), *others)
+    try:
+        run.wait_for_iterations(1)
+        url = run.url
+        run.in_phase("generate", lambda: httpx.post(f"{url}/sleep?level=2").raise_for_status())
+        run.wait_until(lambda: "trainer is started again" in run.output.read_text())
+        run.wait_for_iterations(2)
+    finally:
+        run.end()
+    said = run.everything_said()
+    assert re.search(rf"no instance can serve weight version .*\n  {url}: another program has put it to sleep", said)
