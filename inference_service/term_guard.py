@@ -4,7 +4,8 @@ Trainers of one run send `RUN_UID:TERM` in a header; the term grows with each tr
 the embedded engine's application, and vLLM's own through its `--middleware` option. Requests without the header pass.
 
 It also refuses what a trainer asks the workers, and what would end the stream, while another run sends them weights: an
-answer would wait for its end.
+answer would wait for its end. An instance that a run has put to sleep is woken by that run only, which may have the
+device.
 """
 
 import logging
@@ -25,6 +26,7 @@ from async_rl.shared.protocol.routes import (
     SUPERSEDED_TERM,
     TERM_HEADER,
     UPDATE_WEIGHTS,
+    WAKE_UP,
 )
 
 logger = logging.getLogger("inference_service")
@@ -43,7 +45,8 @@ _VALUE: Final = re.compile(rb"([A-Za-z0-9-]{1,64}):([0-9]{1,12})")
 
 class TermGuard:
     """Responds 409 to a term below the highest one of the same run, and 400 to a header that is none; and 409 to a call
-    of the workers, and to another update, while another run sends weights.
+    of the workers, and to another update, while another run sends weights. 409, too, to whoever would wake what a run
+    has put to sleep.
 
     It learns no term from a path that needs no token: whoever has none must neither fence a trainer nor have its run
     forgotten.
@@ -54,6 +57,8 @@ class TermGuard:
         self._highest: dict[bytes, int] = {}
         self._sending: list[bytes] = []
         """Runs whose weights are being received."""
+        self._sleeper = b""
+        """The run that has put the instance to sleep, until it wakes it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         reported = dict(scope["headers"]).get(_HEADER) if scope["type"] == "http" else None
@@ -66,6 +71,13 @@ class TermGuard:
         if run and others and scope["path"] in OF_ONE_RUN:
             await error_response(_taken(others[0].decode(), run.decode()), HTTPStatus.CONFLICT)(scope, receive, send)
             return
+        if scope["path"] == WAKE_UP:
+            if self._sleeper not in (b"", run):
+                await error_response(_slept(self._sleeper.decode()), HTTPStatus.CONFLICT)(scope, receive, send)
+                return
+            self._sleeper = b""
+        elif scope["path"] == SLEEP and run:
+            self._sleeper = run
         if not run or scope["path"] != UPDATE_WEIGHTS:
             await self._app(scope, receive, send)
             return
@@ -95,6 +107,13 @@ class TermGuard:
         self._highest[run] = term
         if len(self._highest) > MAX_RUNS:
             del self._highest[next(iter(self._highest))]
+
+
+def _slept(run: str) -> str:
+    return (
+        f"the trainer of run {run} has put this instance to sleep, and may have its device (the name of a run is in "
+        "run.dir/.lease/run): only that run wakes it; end the run and start the instance anew to use it otherwise"
+    )
 
 
 def _taken(sender: str, run: str) -> str:

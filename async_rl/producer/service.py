@@ -99,7 +99,7 @@ class ProducerService:
         self._lease_name = lease_name
         self._takes_turns = config.run.placement == "turns"
         self._require_lease = require_lease
-        self._pool = pool or InferencePool(config.pool, token, lease_name)
+        self._pool = pool or InferencePool(config.pool, token, lease_name, takes_turns=self._takes_turns)
         self._rest = Rest(self._pool, config.run.dir, config.publish.timeout_s)
         closing.callback(lambda: loop.run_closing(self._pool.close()))
         self._tokenizer: Tokenizer

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.support.fresh_seed import fresh_seed
+from tests.support.held_phases import ALGORITHM, HOLDS, REWARD
 from tests.support.local_run import EVALUATION, GUARD, Run, command_of
 from tests.support.same_run import assert_same_run
 
@@ -27,40 +28,6 @@ SETTINGS = (
     *("--algorithm.kl_coef=0.05", "--reward.timeout_s=600"),
     *(f"--trainer.lost_after_s={LOST_AFTER_S}", "--publish.transport=snapshot"),
 )
-
-HOLDS = '''
-def hold(phase):
-    """Waits in this phase, once, if the file `hold-PHASE` beside this one says so, until `held-PHASE` is gone."""
-    import pathlib
-    import time
-
-    asked, held = (pathlib.Path(__file__).with_name(f"{word}-{phase}") for word in ("hold", "held"))
-    try:
-        asked.rename(held)
-    except FileNotFoundError:
-        return
-    while held.exists():
-        time.sleep(0.02)
-'''
-
-REWARD = """
-def vowels(prompt, responses, row):
-    hold("evaluate" if "held_out" in row else "score")
-    return [sum(c in "aeiou" for c in r.text) / max(len(r.text), 1) for r in responses]
-
-
-vowels.correct_at = 0.5
-"""
-
-ALGORITHM = """
-from async_rl.method.algorithms import PolicyGradient
-
-
-class Holding(PolicyGradient):
-    def _advantages(self, rewards_G):
-        hold("train")
-        return super()._advantages(rewards_G)
-"""
 
 
 class StoppedRun(Run):

@@ -6,7 +6,7 @@ import json
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from async_rl.shared.protocol.routes import COLLECTIVE_RPC, OPEN_PATHS, UPDATE_WEIGHTS
+from async_rl.shared.protocol.routes import COLLECTIVE_RPC, OPEN_PATHS, SLEEP, UPDATE_WEIGHTS, WAKE_UP
 from inference_service.term_guard import MAX_RUNS, OF_ONE_RUN, TermGuard
 
 
@@ -113,3 +113,22 @@ def test_a_stream_that_broke_is_over_for_other_runs_too() -> None:
     with pytest.raises(ConnectionError):
         ask(guard, "run-a:2", UPDATE_WEIGHTS)
     assert ask(guard, "run-b:7", COLLECTIVE_RPC)[0] == 200
+
+
+@pytest.mark.parametrize("other", [None, "run-b:9"])
+def test_what_a_run_has_put_to_sleep_is_woken_by_that_run_alone(other: str | None) -> None:
+    guard = TermGuard(accepts)
+    assert ask(guard, other, WAKE_UP)[0] == 200, "nobody's"
+    assert ask(guard, "run-a:1", SLEEP)[0] == 200
+    assert ask(guard, None, SLEEP)[0] == 200, "it changes nothing"
+    status, body = ask(guard, other, WAKE_UP)
+    assert status == 409 and "run run-a has put this instance to sleep" in json.dumps(body)
+    # As one that goes on from a checkpoint.
+    assert ask(guard, "run-a:2", WAKE_UP)[0] == 200
+    assert ask(guard, other, WAKE_UP)[0] == 200
+
+
+def test_a_run_that_takes_an_instance_of_a_lost_one_puts_it_to_sleep_itself_before_it_wakes_it() -> None:
+    guard = TermGuard(accepts)
+    ask(guard, "run-a:1", SLEEP)
+    assert ask(guard, "run-b:1", SLEEP)[0] == ask(guard, "run-b:1", WAKE_UP)[0] == 200

@@ -104,7 +104,8 @@ class Publishing:
         `source`: what is published, in place of what each call gives. `through`: a sender that is there already.
         """
         urls = tuple(instance.url for instance in instances)
-        pool = InferencePool(PoolSection(instances=urls, fleet_address="127.0.0.1:1", timeout_s=20.0))
+        pool_section = PoolSection(instances=urls, fleet_address="127.0.0.1:1", timeout_s=20.0)
+        pool = InferencePool(pool_section, takes_turns=takes_turns)
         settings = {"timeout_s": 10.0} | options
         config = PublishSection(snapshot_dir=snapshot_dir, **settings)
         admission = Admission(config, takes_turns=takes_turns)

@@ -45,6 +45,9 @@ class ReceivingClient:
         self._refuse("init")
         await self._answered(asyncio.to_thread(self._join, info))
 
+    async def is_sleeping(self, timeout_s: float) -> bool:
+        return False
+
     async def pause(self, timeout_s: float) -> None:
         self._refuse("pause")
 

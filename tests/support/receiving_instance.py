@@ -48,6 +48,7 @@ class ReceivingInstance(Instance):
             web.post("/resume", self.resume),
             web.post("/sleep", self.sleep),
             web.post("/wake_up", self.wake_up),
+            web.get("/is_sleeping", self.is_sleeping),
             web.post("/init_weight_transfer_engine", self.init_weight_transfer),
             web.post("/start_weight_update", self.start),
             web.post("/update_weights", self.update),
@@ -92,6 +93,9 @@ class ReceivingInstance(Instance):
             return refused
         self.asleep.discard(tag)
         return web.json_response({})
+
+    async def is_sleeping(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": bool(self.asleep) or self.paused})
 
     async def init_weight_transfer(self, request: web.Request) -> web.Response:
         if refused := await self.fate("init"):

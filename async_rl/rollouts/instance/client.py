@@ -246,9 +246,8 @@ class InstanceClient:
         version = self._http.parse(VERSION, answer, routes.VERSION)["version"]
         self._dialect = dialect_of(version, (await self._model(timeout_s)).get("owned_by"))
         reported = headers.get(routes.MAX_CONCURRENCY_HEADER, "")
-        self.max_concurrency = (
-            int(reported) if reported.isdecimal() and 0 < len(reported) < 9 and int(reported) else None
-        )
+        is_number = reported.isdecimal() and 0 < len(reported) < 9
+        self.max_concurrency = (int(reported) or None) if is_number else None
         self.server = version
 
     async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> str | None:
@@ -269,8 +268,8 @@ class InstanceClient:
         if self.dialect.keeps_version:
             answer, headers = await self._http.exchange("GET", routes.WEIGHT_INFO, None, within(timeout_s))
             return self._http.parse(WEIGHT_INFO, answer, routes.WEIGHT_INFO)["weight_version"], headers
-        answer, headers = await self._ask_workers(routes.NOTED_VERSION_METHOD, [], timeout_s)
-        return _agreed(self._results_of(answer)), headers
+        results, headers = await self._ask_workers(routes.NOTED_VERSION_METHOD, [], timeout_s)
+        return _agreed(results), headers
 
     async def max_model_len(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """The maximum of prompt plus response tokens of the served model."""
@@ -292,8 +291,8 @@ class InstanceClient:
 
     async def world_size(self, timeout_s: float = CONTROL_TIMEOUT_S) -> int:
         """How many workers of the instance join the weight group."""
-        answer = await self._http.get(routes.GET_WORLD_SIZE, timeout_s)
-        return self._http.parse(WORLD_SIZE, answer, routes.GET_WORLD_SIZE)["world_size"]
+        path = routes.GET_WORLD_SIZE
+        return self._http.parse(WORLD_SIZE, await self._http.get(path, timeout_s), path)["world_size"]
 
     async def pause(self, timeout_s: float) -> None:
         """Lets running requests finish, holds new ones back and empties the KV and prefix caches."""
@@ -305,6 +304,10 @@ class InstanceClient:
     async def sleep(self, timeout_s: float) -> None:
         """Aborts what is running and gives up the device's memory: keys, values and weights; twice does no harm."""
         await self._http.post(f"{routes.SLEEP}?level=2&mode=abort", None, within(timeout_s))
+
+    async def is_sleeping(self, timeout_s: float) -> bool:
+        """Whether it sleeps or is paused, which servers do not tell apart; False where it can do neither."""
+        return await self._http.is_sleeping(timeout_s)
 
     async def wake_up(self, tag: Literal["weights", "kv_cache"], timeout_s: float) -> None:
         """Takes memory for weights, which are to be received before it serves, or for keys and values."""
@@ -374,15 +377,12 @@ class InstanceClient:
 
     async def _call_workers(self, method: str, args: list[str], timeout_s: float) -> list[str]:
         """One result per worker of the instance."""
-        answer, _ = await self._ask_workers(method, args, timeout_s)
-        return self._results_of(answer)
+        return (await self._ask_workers(method, args, timeout_s))[0]
 
-    async def _ask_workers(self, method: str, args: list[str], timeout_s: float) -> tuple[bytes, Mapping[str, str]]:
+    async def _ask_workers(self, method: str, args: list[str], timeout_s: float) -> tuple[list[str], Mapping[str, str]]:
         body = inference.RpcRequest(method=method, args=args, timeout=timeout_s)
-        return await self._http.exchange("POST", routes.COLLECTIVE_RPC, body, within(timeout_s))
-
-    def _results_of(self, answer: bytes) -> list[str]:
-        return [str(result) for result in self._http.parse(RPC, answer, routes.COLLECTIVE_RPC).results]
+        answer, headers = await self._http.exchange("POST", routes.COLLECTIVE_RPC, body, within(timeout_s))
+        return [str(result) for result in self._http.parse(RPC, answer, routes.COLLECTIVE_RPC).results], headers
 
     async def _require_holding(self, answer: ResponseStream) -> None:
         """Raises StaleWeights unless the process in service holds the requested version."""

@@ -81,6 +81,10 @@ class WeightInfo(TypedDict):
     weight_version: str
 
 
+class IsSleeping(TypedDict):
+    is_sleeping: bool
+
+
 class WorldSize(TypedDict):
     world_size: Annotated[int, Field(ge=1, le=inference.MAX_WORKERS)]
 
@@ -88,6 +92,7 @@ class WorldSize(TypedDict):
 VERSION = TypeAdapter(Version)
 MODELS = TypeAdapter(Models)
 WEIGHT_INFO = TypeAdapter(WeightInfo)
+IS_SLEEPING = TypeAdapter(IsSleeping)
 WORLD_SIZE = TypeAdapter(WorldSize)
 RPC = TypeAdapter(inference.RpcResponse)
 

@@ -24,7 +24,7 @@ from async_rl.errors import (
 )
 from async_rl.rollouts.instance.answer_bytes import whole_body
 from async_rl.rollouts.instance.connections import Connections
-from async_rl.rollouts.instance.dialect import DEAD_ENGINE
+from async_rl.rollouts.instance.dialect import DEAD_ENGINE, IS_SLEEPING
 from async_rl.shared.protocol import body, routes
 from async_rl.shared.protocol.routes import BOOT_ID, BOOT_ID_HEADER
 
@@ -139,6 +139,14 @@ class InstanceHttp:
         except InstanceRefused:
             return None
         return f"{STARTED}{found[1].decode()}" if found else None
+
+    async def is_sleeping(self, timeout_s: float) -> bool:
+        """See `InstanceClient.is_sleeping`."""
+        path = routes.IS_SLEEPING
+        try:
+            return self.parse(IS_SLEEPING, await self.get(path, timeout_s), path)["is_sleeping"]
+        except RouteMissing:
+            return False
 
     def parse(self, adapter: TypeAdapter[Body], answer: bytes, path: str) -> Body:
         """The body of a response.

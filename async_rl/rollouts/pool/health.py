@@ -114,6 +114,8 @@ class HealthWatch:
             boot_id = await member.client.health(PROBE_TIMEOUT_S)
         except InstanceRefused as error:
             self._note_refusal(member, error)
+            if isinstance(error, NeedsWeights) and self._roster.version is not None:
+                await self._late_joiners.mend(member, str(error))
             return error
         except InstanceError as error:
             silent_s = time.monotonic() - member.last_seen_s
@@ -122,12 +124,19 @@ class HealthWatch:
             return error
         member.last_seen_s = self._well_s[member] = time.monotonic()
         self._roster.note_process(member, boot_id)
-        if not member.entry.is_in_service:
-            try:
+        try:
+            if not member.entry.is_in_service:
                 await self._welcome(member)
-            except InstanceError as error:
-                logger.debug("%s", error)
+            elif self._is_stuck(member):
+                await self._late_joiners.wake(member)
+        except InstanceError as error:
+            logger.debug("%s", error)
         return None
+
+    def _is_stuck(self, member: Member) -> bool:
+        """Whether it has work, and made no token of late."""
+        has_work = bool(member.requests) or not member.circuit.is_closed
+        return has_work and time.monotonic() - member.last_received_s > INTERVAL_S
 
     def _note_refusal(self, member: Member, error: InstanceRefused) -> None:
         """Handles a refused health check. With a server error it cannot serve at the moment, which may be temporary,
@@ -147,6 +156,8 @@ class HealthWatch:
             if member.state == "dead":
                 self._roster.note_useless(member, member.reason or "it waits for the publish under way")
             return
+        if self._late_joiners.is_closed:
+            await self._late_joiners.put_to_sleep(member)
         await self._roster.get_to_know(member, PROBE_TIMEOUT_S)
         held = await member.client.holding(PROBE_TIMEOUT_S)
         if self._roster.version != version or member.entry.is_in_service:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from async_rl.config.pool_section import PoolSection
-from async_rl.errors import ConfigError, ConnectionLost, InstanceError
+from async_rl.errors import ConfigError, ConnectionLost, InstanceError, InstanceUnreachable
 from async_rl.method.types import Response, WeightVersion
 from async_rl.rollouts.pool.group_rollout import GroupRollout
 from async_rl.rollouts.pool.health import HealthWatch, wait_until_healthy
@@ -33,8 +33,12 @@ OUT_OF_SERVICE_TIMEOUT_S = 5.0
 class InferencePool(Roster):
     """The instances of a run, as its rollouts and publishes use them."""
 
-    def __init__(self, config: PoolSection, token: str | None = None, term: str | None = None) -> None:
+    def __init__(
+        self, config: PoolSection, token: str | None = None, term: str | None = None, *, takes_turns: bool = False
+    ) -> None:
         """`token` is the bearer token of the instances, `term` the trainer's lease on its run (`RUN_UID:TERM`).
+
+        `takes_turns`: whether the instances have the trainer's own devices, and are to `sleep` while it trains.
 
         Raises:
             ConfigError: an invalid address, or no way to find any instance.
@@ -47,6 +51,8 @@ class InferencePool(Roster):
         super().__init__(config, token, term)
         self.late_joiners = LateJoiners(self)
         self._health = HealthWatch(self, self.late_joiners, config)
+        self._departed: dict[str, Member] | None = {} if takes_turns else None
+        """Those that have left the pool since the last sleep, by URL, and may still have their devices' memory."""
         self.max_model_len: int | None = None
         """Prompt plus response tokens that every instance accepts; known after `wait_until_ready`."""
         for url in config.urls:
@@ -114,28 +120,40 @@ class InferencePool(Roster):
     async def sleep(self, timeout_s: float) -> dict[Member, InstanceError]:
         """Has all instances give up their devices' memory until the next publish; nobody joins before it.
 
-        One that does not is out of service, with the reason. Those that are out of service already may be awake, too.
+        One that does not is out of service, with the reason. Those that are out of service already may be awake, too,
+        and those that have left the pool: each of these is asked until it sleeps, or no process is there.
 
         Returns:
-            The errors of those that served in this run, and may keep memory: a process is there, and is not asleep.
+            The errors of those that may keep memory: a process is there, and is not asleep.
         """
         awake: dict[Member, InstanceError] = {}
 
         async def put_to_sleep(member: Member) -> None:
-            is_ready = member.state == "ready"
+            # One that joins may be putting itself to sleep.
+            patience_s = timeout_s if member.state in ("ready", "joining") else OUT_OF_SERVICE_TIMEOUT_S
             try:
-                await member.client.sleep(timeout_s if is_ready else min(timeout_s, OUT_OF_SERVICE_TIMEOUT_S))
+                await member.client.sleep(min(timeout_s, patience_s))
             except InstanceError as error:
-                # Without a connection there is no process. One that has not served yet is being started.
-                if member.version is not None and not isinstance(error, ConnectionLost):
+                # Without a connection there is no process, or it is being started. One that refuses and has not served
+                # may be of a kind that cannot sleep: a publish names it.
+                is_there = not isinstance(error, ConnectionLost)
+                if is_there and (member.version is not None or isinstance(error, InstanceUnreachable)):
                     awake[member] = error
-                if is_ready:
+                if member.state == "ready":
                     self.note_failure(member, f"it did not go to sleep: {error}")
 
         self.late_joiners.is_closed = True
         await self.late_joiners.wait()
-        await asyncio.gather(*map(put_to_sleep, self.members))
+        departed, self._departed = self._departed or {}, {}
+        present = departed | {member.url: member for member in self.members}
+        await asyncio.gather(*map(put_to_sleep, present.values()))
+        self._departed |= {url: member for url, member in departed.items() if member in awake}
         return awake
+
+    def _drop(self, member: Member, reason: str) -> None:
+        super()._drop(member, reason)
+        if self._departed is not None:
+            self._departed[member.url] = member
 
     # Rollouts
 

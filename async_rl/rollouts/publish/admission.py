@@ -9,7 +9,7 @@ from async_rl.errors import InstanceError, InstanceUnreachable
 from async_rl.method.types import WeightVersion
 from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.publish.canary import Canary
-from async_rl.rollouts.publish.instance_update import put_in_service, receive
+from async_rl.rollouts.publish.instance_update import base_digest, put_in_service, receive
 from async_rl.shared.protocol.inference import UpdateInfo
 
 
@@ -71,7 +71,7 @@ class Admission:
     async def _load(self, member: Member, offer: Offer) -> None:
         client, timeout_s, wakes = member.client, self._timeout_s, self._wakes
         if (adapter := offer.info.adapter) is not None and (
-            await client.base_digest(offer.names, timeout_s) != adapter.base
+            await base_digest(client, offer.names, timeout_s) != adapter.base
         ):
             raise InstanceError(
                 f"instance {member.url} joins with the next publish: the weights of its model are others than those "

@@ -1,6 +1,6 @@
 """The control calls that put new weights on one instance; the same for a publish and a late joiner.
 
-    pause -> start -> update                                (`receive`)
+    wake, where another program put it to sleep -> pause -> start -> update                   (`receive`)
     -> compare fingerprints -> finish with the version -> compare again what is in service
     -> resume -> read the version back                                                        (`put_in_service`)
 
@@ -11,12 +11,16 @@ Both run on the event loop and raise the `InstanceError` of the call that failed
 """
 
 import asyncio
+import logging
+from collections.abc import Sequence
 
 from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable
 from async_rl.method.types import WeightVersion
 from async_rl.rollouts.instance.client import InstanceClient
 from async_rl.shared.protocol.inference import AdapterInfo, UpdateInfo
 from async_rl.shared.protocol.sender import Content, SenderFacts
+
+logger = logging.getLogger(__name__)
 
 ANSWER_MARGIN_S = 5.0
 """How much longer than its own timeout an instance may take to respond: its error is more specific than ours."""
@@ -35,6 +39,8 @@ def announcement(facts: SenderFacts, content: Content) -> UpdateInfo:
 
 async def receive(client: InstanceClient, info: UpdateInfo, timeout_s: float, *, wakes: bool = False) -> None:
     """Lets the instance receive one stream. For a snapshot it has `timeout_s`; the sender bounds a broadcast."""
+    if not wakes:
+        await _awaken(client, timeout_s)
     await client.pause(timeout_s + ANSWER_MARGIN_S)
     if wakes:
         await client.wake_up("weights", timeout_s + ANSWER_MARGIN_S)
@@ -54,6 +60,24 @@ async def receive(client: InstanceClient, info: UpdateInfo, timeout_s: float, *,
         ) from error
     except InstanceError as error:
         raise error if refused is None else InstanceError(f"{error}; before that: {refused}") from refused
+
+
+async def base_digest(client: InstanceClient, names: Sequence[str], timeout_s: float) -> str:
+    """As `InstanceClient.base_digest`, of one that may have been put to sleep."""
+    await _awaken(client, timeout_s)
+    return await client.base_digest(names, timeout_s)
+
+
+async def _awaken(client: InstanceClient, timeout_s: float) -> None:
+    """Wakes an instance that sleeps though its trainer did not ask for that, or is paused, before weights come."""
+    if not await client.is_sleeping(timeout_s):
+        return
+    logger.warning(
+        "instance %s sleeps or is paused, as another program has asked for, or an update that ended early: it is woken",
+        client.url,
+    )
+    await client.wake_up("weights", timeout_s + ANSWER_MARGIN_S)
+    await client.wake_up("kv_cache", timeout_s + ANSWER_MARGIN_S)
 
 
 async def _require_fingerprint(client: InstanceClient, has: str, fingerprint: str, timeout_s: float) -> None:

@@ -34,7 +34,7 @@ from async_rl.rollouts.publish.admission import Admission, Offer
 from async_rl.rollouts.publish.broadcast import Broadcast
 from async_rl.rollouts.publish.canary import Canary
 from async_rl.rollouts.publish.instance_calls import InstanceCalls
-from async_rl.rollouts.publish.instance_update import announcement, put_in_service, receive
+from async_rl.rollouts.publish.instance_update import announcement, base_digest, put_in_service, receive
 from async_rl.rollouts.publish.probe import Probe
 from async_rl.rollouts.publish.trial_request import Samples
 from async_rl.shared.event_loop import EventLoopThread
@@ -96,6 +96,8 @@ class Publisher:
         self._dropped: dict[Member, InstanceError] = {}
         self._refusing: set[tuple[Member, BootId]] = set()
         """Processes that failed the publish under way for good."""
+        self._tried_again: set[tuple[Member, BootId]] = set()
+        """Processes that have served before, and refused a step of the publish under way once."""
 
     def publish(self, version: WeightVersion) -> Publication:
         """Puts `version` on every reachable instance, and exactly those in service.
@@ -110,7 +112,7 @@ class Publisher:
         pause_s, canary_s = RETRY_S, 0.0
         if self._admission is not None:
             self._admission.offer = None
-        self._refusing = set()
+        self._refusing, self._tried_again = set(), set()
         while True:
             members = self._with_base(self._asleep(self._reachable(deadline)), version)
             if self._canary is not None:
@@ -157,13 +159,18 @@ class Publisher:
 
     def _is_worth_another_try(self, deadline: float, *, has_lost: bool) -> bool:
         """Whether instances were lost, which others may replace, or broke a group that may hold the next time; what
-        each of them refuses would recur, but others may come.
+        each of them refuses would recur, but others may come. One that has served refuses a step perhaps only because
+        another program has changed its state meanwhile.
 
         Args:
             has_lost: whether instances held the weights, and are not in service nevertheless.
         """
         passing = {m for m, e in self._dropped.items() if isinstance(e, InstanceUnreachable | WeightGroupBroken)}
-        self._refusing |= {(member, member.entry.boot_id) for member in self._dropped.keys() - passing}
+        refusing = {(member, member.entry.boot_id) for member in self._dropped.keys() - passing}
+        again = {key for key in refusing - self._tried_again if key[0].version is not None}
+        self._tried_again |= again
+        self._refusing |= refusing - again
+        passing |= {member for member, _ in again}
         return (bool(passing) or has_lost or self._pool.is_open) and time.monotonic() < deadline
 
     def _reachable(self, deadline: float) -> list[Member]:
@@ -230,7 +237,7 @@ class Publisher:
         if adapter is None:
             return list(members)
         timeout_s, names = self._config.timeout_s, self._sender.facts().names
-        held = self._ask(members, lambda member: member.client.base_digest(names, timeout_s))
+        held = self._ask(members, lambda member: base_digest(member.client, names, timeout_s))
         lacking = [member for member, digest in held.items() if digest != adapter.base]
         self._drop(
             {

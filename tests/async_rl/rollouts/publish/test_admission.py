@@ -90,7 +90,7 @@ def test_one_that_cannot_be_proven_now_joins_with_the_next_publish(
 
 @pytest.mark.parametrize(("dialect", "mode"), [(EMBEDDED, "first"), (EMBEDDED, "off"), (VLLM, "off")])
 def test_another_takes_every_step_of_an_update(dialect: Dialect, mode: str) -> None:
-    steps = ["pause", "start_weight_update", "update_weights"]
+    steps = ["is_sleeping", "pause", "start_weight_update", "update_weights"]
     proofs = ["weight_fingerprints", "finish_weight_update", "weight_fingerprints", "resume", "weight_version"]
     assert admit(OFFER, dialect, mode=mode) == steps + proofs
 
@@ -99,7 +99,7 @@ def test_another_takes_every_step_of_an_update(dialect: Dialect, mode: str) -> N
 def test_one_with_another_base_than_that_below_the_adapters_joins_with_the_next_publish(digest: str) -> None:
     info = OFFER.info.model_copy(update={"adapter": AdapterInfo(rank=4, alpha=8, base=digest)})
     if digest == BASE:
-        assert admit(replace(OFFER, info=info), EMBEDDED)[:2] == ["base_digest", "pause"]
+        assert admit(replace(OFFER, info=info), EMBEDDED)[:4] == ["is_sleeping", "base_digest", "is_sleeping", "pause"]
     else:
         with pytest.raises(InstanceError, match="joins with the next publish: the weights of its model are others"):
             admit(replace(OFFER, info=info), EMBEDDED, hangs=True)

@@ -21,20 +21,26 @@ class Instance:
 
     url = "http://a:1"
 
-    def __init__(self, *refused: str, fingerprints: tuple[str, ...] = ("f",), version: str = "v1") -> None:
+    def __init__(
+        self, *refused: str, fingerprints: tuple[str, ...] = ("f",), version: str = "v1", sleeps: bool = False
+    ) -> None:
         self.calls: list[str] = []
         self._refused = refused
         self._fingerprints = list(fingerprints)
         self._version = version
+        self._sleeps = sleeps
 
     def __getattr__(self, name: str) -> Any:
-        async def call(*_: Any) -> Any:
+        async def call(*arguments: Any) -> Any:
             self.calls.append(name)
             if name in self._refused:
                 raise InstanceRefused(f"{name} is refused", 500)
             if name == "update_weights" and "hangs" in self._refused:
                 await asyncio.Event().wait()
-            return {"weight_fingerprints": self._fingerprints, "weight_version": self._version}.get(name)
+            if name == "wake_up":
+                self.calls[-1] = f"wake_up {arguments[0]}"
+            own = {"weight_fingerprints": self._fingerprints, "weight_version": self._version}
+            return (own | {"is_sleeping": self._sleeps}).get(name)
 
         return call
 
@@ -48,7 +54,15 @@ def test_an_announcement_keeps_the_order_of_the_stream() -> None:
 def test_a_stream_is_received_in_three_steps() -> None:
     instance: Any = Instance()
     asyncio.run(receive(instance, INFO, 5.0))
-    assert instance.calls == ["pause", "start_weight_update", "update_weights"]
+    assert instance.calls == ["is_sleeping", "pause", "start_weight_update", "update_weights"]
+
+
+def test_one_that_another_program_put_to_sleep_is_woken_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    instance: Any = Instance(sleeps=True)
+    asyncio.run(receive(instance, INFO, 5.0))
+    woken = ["is_sleeping", "wake_up weights", "wake_up kv_cache"]
+    assert instance.calls == [*woken, "pause", "start_weight_update", "update_weights"]
+    assert "instance http://a:1 sleeps or is paused" in caplog.text
 
 
 @pytest.mark.parametrize("step", ["pause", "update_weights"])

@@ -3,6 +3,7 @@
 import logging
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,11 +15,13 @@ import torch
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import LeaderFailed, ProducerLost, PublishError
 from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.publish.remote_sender import RemoteSender, serve
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.sender import WeightSender, WeightSource
 from tests.support.publishing import SPECS, Publishing, StreamPublisher, publish, remote, stream, sums
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.distributed
 
@@ -70,7 +73,7 @@ def test_weight_group_is_kept_from_publish_to_publish(well, make_publisher) -> N
     for number in range(1, 4):
         publish(publisher, f"run-{number}")
     calls = well[0].seen()["calls"][before:]
-    cycle = ["/health", "/pause", "/start_weight_update", "/update_weights", "/collective_rpc"]
+    cycle = ["/health", "/is_sleeping", "/pause", "/start_weight_update", "/update_weights", "/collective_rpc"]
     # What it holds is read by the publish, and once more by the pool that puts it in service.
     proofs = ["/finish_weight_update", "/collective_rpc", "/resume", "/weight_info", "/weight_info"]
     assert calls == [*cycle, *proofs] * 3
@@ -289,3 +292,96 @@ def test_one_that_is_out_of_service_is_put_to_sleep_too(
     loop.run(pool.sleep(5.0))
     assert [instance.seen()["calls"][-1] for instance in sleepers] == ["/sleep"] * 3
     assert reasons(pool)[1] == "a request failed"
+
+
+def test_one_that_was_removed_by_hand_is_put_to_sleep_too(
+    sleepers, make_publisher, loop: EventLoopThread, tmp_path: Path
+) -> None:
+    publisher, pool = in_turns(make_publisher, sleepers, tmp_path)
+    publish(publisher, "run-0")
+
+    async def remove() -> Member:
+        return pool.remove(sleepers[1].url)
+
+    removed = loop.run(remove())
+    sleepers[1].rescript(refuse="sleep")
+    assert list(loop.run(pool.sleep(5.0))) == [removed], "it keeps memory"
+    sleepers[1].rescript(refuse=None)
+    assert not loop.run(pool.sleep(5.0)) and removed not in pool.members
+    asked = sleepers[1].seen()["calls"]
+    assert asked[-1] == "/sleep"
+    loop.run(pool.sleep(5.0))
+    assert sleepers[1].seen()["calls"] == asked, "it may serve others by now"
+
+
+@pytest.mark.parametrize("takes_turns", [False, True])
+def test_those_that_are_gone_are_forgotten(make_publisher, loop: EventLoopThread, takes_turns: bool) -> None:
+    _, pool = make_publisher(Gone(), takes_turns=takes_turns)
+
+    async def join_and_leave(number: int) -> "weakref.ref[Any]":
+        member = pool.add(f"http://127.0.0.1:{number}")
+        pool.remove(member.name)
+        return weakref.ref(member.client)
+
+    # Nobody listens at such ports.
+    left = [loop.run(join_and_leave(number)) for number in range(1, 200)]
+    assert sum(each() is not None for each in left) == (199 if takes_turns else 0)
+    if takes_turns:
+        assert not loop.run(pool.sleep(5.0))
+        assert sum(each() is not None for each in left) == 0
+
+
+class Gone:
+    url = "http://127.0.0.1:999"
+
+
+def test_one_that_comes_or_wakes_while_the_trainer_has_the_device_is_put_to_sleep(
+    sleepers, make_publisher, loop: EventLoopThread, tmp_path: Path
+) -> None:
+    publisher, pool = in_turns(make_publisher, sleepers, tmp_path)
+    publish(publisher, "run-0")
+    loop.run(pool.wait_until_ready())
+    loop.run(pool.sleep(5.0))
+
+    async def fail() -> None:
+        pool.note_failure(pool.members[1], "it was started anew")
+
+    def num_sleeps() -> list[int]:
+        return [instance.seen()["calls"].count("/sleep") for instance in sleepers]
+
+    before = num_sleeps()
+    loop.run(fail())
+    wait_for(lambda: num_sleeps()[1] > before[1])
+    assert num_sleeps()[::2] == before[::2]
+
+
+def test_one_that_has_served_is_tried_once_more_where_it_refuses_a_step(
+    start_receivers_once, make_publisher, tmp_path: Path
+) -> None:
+    (instance,) = start_receivers_once({})
+    publisher, pool = make_publisher(instance, transport="snapshot", snapshot_dir=tmp_path, probes=False, wait_s=60.0)
+    publish(publisher, "run-0")
+    num_tries = 0
+
+    def mended_at_the_second() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        nonlocal num_tries
+        num_tries += 1
+        instance.rescript(refuse="update" if num_tries == 1 else None)
+        return stream()
+
+    assert publisher.publish("run-1", mended_at_the_second).instances == (instance.url,)
+    assert num_tries == 2 and pool.members[0].serves("run-1")
+
+
+def test_one_that_hangs_before_it_has_served_keeps_memory(
+    sleepers, make_publisher, loop: EventLoopThread, tmp_path: Path
+) -> None:
+    publisher, pool = in_turns(make_publisher, sleepers, tmp_path)
+    sleepers[1].rescript(refuse="wake kv_cache")
+    publish(publisher, "run-0")
+    sleepers[1].rescript(refuse=None, hang="sleep")
+    assert list(loop.run(pool.sleep(0.5))) == [pool.members[1]] and pool.members[1].version is None
+    # As a trainer finds it that is started again.
+    _, another = in_turns(make_publisher, sleepers, tmp_path)
+    assert list(loop.run(another.sleep(0.5))) == [another.members[1]]
+    sleepers[1].rescript(hang=None)
