@@ -76,7 +76,11 @@ class Other:
 
 CALIBRATION: dict[str, Mapping[str, object]] = {
     "beside": {},
-    "after": {"train.mode": "synchronous", "prompts.prompts_per_batch": PROMPTS // 2},
+    "after": {
+        "train.mode": "synchronous",
+        "prompts.prompts_per_batch": PROMPTS // 2,
+        "inference.max_concurrency": AT_ONCE // 4,
+    },
 }
 """The runs of `async-rl calibrate`."""
 
