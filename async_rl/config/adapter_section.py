@@ -60,7 +60,9 @@ class AdapterSection(Section):
     @model_validator(mode="after")
     def _all_linear_is_alone(self) -> "AdapterSection":
         if ALL_LINEAR in self.targets and len(self.targets) > 1:
-            raise ValueError(f"targets has {ALL_LINEAR!r} beside others, which it contains: leave one of them out")
+            raise ValueError(
+                f"adapter.targets has {ALL_LINEAR!r} beside others, which it contains: leave one of them out"
+            )
         if twice := next((each for each in self.targets if self.targets.count(each) > 1), None):
-            raise ValueError(f"targets has {twice!r} twice: leave one out")
+            raise ValueError(f"adapter.targets has {twice!r} twice: leave one out")
         return self
