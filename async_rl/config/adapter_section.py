@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -45,6 +45,11 @@ class AdapterSection(Section):
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank or 1)
+
+    @property
+    def sorted_targets(self) -> list[str]:
+        """The same for the same layers, in whatever order and by whichever name they were given."""
+        return [ALL_LINEAR] if {*self.targets, ALL_LINEAR} == {*get_args(Target)} else sorted(self.targets)
 
     def targets_layer(self, hf_name: str) -> bool:
         """Whether the linear layer of this weight, such as "model.layers.0.mlp.up_proj.weight", has an adapter."""
