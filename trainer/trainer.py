@@ -18,6 +18,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
 from async_rl.checks.preflight.adapter import first_adapters
+from async_rl.checks.preflight.adapter_sizes import layer_parameters
 from async_rl.checks.preflight.model import find_checkpoint, read_shape
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.config.algorithm_section import AlgorithmSection
@@ -124,9 +125,10 @@ class MegatronTrainer:
             self.critic = Critic(algorithm, optimizer, train, *source, adapter)
         # The sizes of a teacher and a critic are their own.
         is_alone = self.critic is None and self.models.teacher is None
+        of_adapters = self._shape.num_layers * layer_parameters(adapter, self._shape, 1)
         self.training_pool = TrainingPool(
             num_devices=parallel.num_ranks,
-            model=ModelSize.of(self._shape) if is_alone else None,
+            model=ModelSize.of(self._shape, of_adapters) if is_alone else None,
             num_frozen=len(self.models.frozen),
             peak_flops=peak_flops_of(parallel.device.DEVICE, self._dtype),
         )

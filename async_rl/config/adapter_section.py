@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -46,6 +46,11 @@ class AdapterSection(Section):
     def scale(self) -> float:
         return self.alpha / (self.rank or 1)
 
+    @property
+    def sorted_targets(self) -> list[str]:
+        """The same for the same layers, in whatever order and by whichever name they were given."""
+        return [ALL_LINEAR] if {*self.targets, ALL_LINEAR} == {*get_args(Target)} else sorted(self.targets)
+
     def targets_layer(self, hf_name: str) -> bool:
         """Whether the linear layer of this weight, such as "model.layers.0.mlp.up_proj.weight", has an adapter."""
         return ALL_LINEAR in self.targets or hf_name.removesuffix(".weight").rpartition(".")[2] in self.targets
@@ -60,7 +65,9 @@ class AdapterSection(Section):
     @model_validator(mode="after")
     def _all_linear_is_alone(self) -> "AdapterSection":
         if ALL_LINEAR in self.targets and len(self.targets) > 1:
-            raise ValueError(f"targets has {ALL_LINEAR!r} beside others, which it contains: leave one of them out")
+            raise ValueError(
+                f"adapter.targets has {ALL_LINEAR!r} beside others, which it contains: leave one of them out"
+            )
         if twice := next((each for each in self.targets if self.targets.count(each) > 1), None):
-            raise ValueError(f"targets has {twice!r} twice: leave one out")
+            raise ValueError(f"adapter.targets has {twice!r} twice: leave one out")
         return self

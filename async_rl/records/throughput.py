@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from async_rl.method.group_proof import GroupProof
 from async_rl.shared.model_shape import ModelShape
 
-BACKWARD = 2
-"""FLOPs of a backward pass over those of the forward pass: gradients of the inputs and of the weights."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
@@ -25,6 +22,7 @@ class ModelSize:
         attention_width: layers that attend to all tokens * heads * head dimension.
         windowed_width: the same of layers that attend to the last `window` tokens.
         state_products: of gated delta nets, products of a row with their states: three of each of a state's numbers.
+        num_adapter_parameters: weights of all adapters; with any, all other weights are frozen.
     """
 
     num_layer_parameters: int
@@ -33,9 +31,10 @@ class ModelSize:
     windowed_width: int = 0
     window: int | None = None
     state_products: int = 0
+    num_adapter_parameters: int = 0
 
     @classmethod
-    def of(cls, shape: ModelShape) -> "ModelSize":
+    def of(cls, shape: ModelShape, num_adapter_parameters: int = 0) -> "ModelSize":
         """Matrix products only: norms, biases, convolutions and the look-up of embeddings take few FLOPs.
 
         Of a gated delta net (arXiv 2412.06464) those of its recurrence, with a state of key dimension * value
@@ -53,13 +52,15 @@ class ModelSize:
             windowed_width=num_windowed * width,
             window=shape.window,
             state_products=3 * state,
+            num_adapter_parameters=num_adapter_parameters,
         )
 
     def forward_flops(self, row: GroupProof) -> float:
         """Of one group: 2 * (layer and state products * rows + output parameters * sampled tokens) + 4 * width * pairs.
 
         Pairs of a query and a key of n tokens in a row: n^2 / 2, or w^2 / 2 + (n - w) * w in a window of w < n. Of a
-        group with p prompt tokens and rollouts of r tokens: pairs(p) + sum(pairs(p + r) - pairs(p)).
+        group with p prompt tokens and rollouts of r tokens: pairs(p) + sum(pairs(p + r) - pairs(p)). Adapters are left
+        out.
         """
         prompt, sampled = row.num_prompt_tokens, row.num_response_tokens
 
@@ -73,6 +74,18 @@ class ModelSize:
         products = (self.num_layer_parameters + self.state_products) * (prompt + sampled)
         attention = self.attention_width * pairs(None) + self.windowed_width * pairs(self.window)
         return 2.0 * (products + self.num_output_parameters * sampled) + 4.0 * attention
+
+    def adapter_flops(self, row: GroupProof) -> float:
+        """Of the adapters' own products in the same pass."""
+        return 2.0 * self.num_adapter_parameters * (row.num_prompt_tokens + row.num_response_tokens)
+
+    def backward_flops(self, row: GroupProof) -> float:
+        """Twice those of the forward pass, for gradients of inputs and of weights, which frozen ones do not have."""
+        twice = 2.0 * (self.forward_flops(row) + self.adapter_flops(row))
+        if not self.num_adapter_parameters:
+            return twice
+        rows = row.num_prompt_tokens + row.num_response_tokens
+        return twice - 2.0 * (self.num_layer_parameters * rows + self.num_output_parameters * row.num_response_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +108,12 @@ class TrainingPool:
         """FLOPs of training the groups; those of `num_untrained` of them, which run forward only, are taken as mean."""
         if self.model is None:
             return None
-        forward = sum(map(self.model.forward_flops, rows))
+        forward, adapters, backward = (
+            sum(map(each, rows))
+            for each in (self.model.forward_flops, self.model.adapter_flops, self.model.backward_flops)
+        )
         trained_share = 1.0 - num_untrained / len(rows)
-        return forward * (1.0 + BACKWARD * trained_share + self.num_frozen)
+        return forward * (1.0 + self.num_frozen) + adapters + backward * trained_share
 
     def mfu(self, model_flops: float | None, train_s: float) -> float | None:
         """model_flops / (train_s * devices * peak): the share of the peak that forward and backward passes reach."""

@@ -10,7 +10,7 @@ from async_rl.errors import ConfigError
 TAKEN = ("r", "lora_alpha", "target_modules")
 WITHOUT_EFFECT = (
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("inference_mode", "megatron_config", "megatron_core", "runtime_config", "layers_pattern", "qalora_group_size"),
+    *("megatron_config", "megatron_core", "runtime_config", "layers_pattern", "qalora_group_size"),
 )
 BY_DEFAULT = ("q_proj", "v_proj")
 """Where peft puts adapters in the families that are trained here, if `target_modules` is left out."""
@@ -29,8 +29,8 @@ def adapter_of(config: Any) -> dict[str, Any]:
     faults = list(_faults(given))
     if faults:
         raise ConfigError("\n".join(["peft_config cannot be trained as it is:", *faults]))
-    targets = given.target_modules or BY_DEFAULT
-    targets = [targets] if isinstance(targets, str) else sorted(targets)
+    targets = BY_DEFAULT if given.target_modules is None else given.target_modules
+    targets = [targets] if isinstance(targets, str) else sorted(targets, key=str)
     return {"rank": given.r, "alpha": float(given.lora_alpha), "targets": targets}
 
 

@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from async_rl.checks.preflight import require_sound
+from async_rl.checks.preflight.adapter import require_adapters
 from async_rl.checks.preflight.model import ModelFiles
 from async_rl.checks.preflight.model_room import with_room
 from async_rl.config.file import load_config
@@ -240,22 +241,47 @@ def _run(
 
 
 @contextmanager
-def _config(options: argparse.Namespace, overrides: Sequence[str], console: Console) -> Iterator[tuple[Path, str]]:
-    """The config that was named, or one that the options stand for, in a directory of its own; and its model."""
-    named = evaluate_options.config_path(options)
-    if named is not None:
-        yield named, load_config(named, overrides).model.path
-        return
-    evaluate_options.require_reward(options, overrides)
+def _config(
+    options: argparse.Namespace, overrides: Sequence[str], console: Console
+) -> Iterator[tuple[Path, Sequence[str], str]]:
+    """The config that was named, or one that the options stand for, in a directory of its own; its overrides; and what
+    is evaluated, by name.
+
+    A checkpoint is made first of a run and of adapters, those of `adapter.path` among them.
+    """
+    path = evaluate_options.config_path(options)
+    is_named = path is not None
+    if not is_named:
+        evaluate_options.require_reward(options, overrides)
     with temporary_directory("async-rl-eval-") as directory:
-        path, made = directory / "evaluation.toml", str(directory / "model")
-        words = evaluate_options.export_words(options)
-        _write_config(path, evaluate_options.config_text(options, directory, made if words else None))
+        made = str(directory / "model")
+        words = None if is_named else evaluate_options.export_words(options)
+        if path is None:
+            path = directory / "evaluation.toml"
+            _write_config(path, evaluate_options.config_text(options, directory, made if words else None))
+        # What is wrong with other options is named before this, which may take minutes.
+        config = load_config(path, overrides)
+        if config.adapter.path is not None and not config.pool.instances:
+            words = _words_of_adapters(config, words)
+            overrides = (*overrides, f"--model.path={made}")
         if words:
-            # What is wrong with other options is named before this, which may take minutes.
-            load_config(path, overrides)
             _export([*words, "--to", made], directory, console)
-        yield path, options.model
+        yield path, overrides, evaluate_options.name_of(options, config)
+
+
+def _words_of_adapters(config: Config, words: Sequence[str] | None) -> list[str]:
+    """The arguments of `trainer.export` that merge the adapters with which a run of the config would begin.
+
+    Raises:
+        ConfigError: they do not fit its model; or `words`, of a run or of adapters, are there already.
+    """
+    path = str(config.adapter.path)
+    if words:
+        raise ConfigError(
+            f"adapter.path {path!r} stands beside {words[0]!r}, which has adapters or is a run: leave it out"
+        )
+    require_adapters(config, ModelFiles.find(config.model.path))
+    return [path, "--merge", "--dtype", "float32", "--model", config.model.path]
 
 
 def _export(words: Sequence[str], directory: Path, console: Console) -> None:
@@ -286,11 +312,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.out is not None and not options.harness:
             require_writable(options.out)
-        with _config(options, overrides, console) as (path, model):
+        with _config(options, overrides, console) as (path, words, model):
             if options.harness:
-                found = evaluate_with_harness(options, path, overrides, console)
+                found = evaluate_with_harness(options, path, words, console)
             else:
-                results = evaluate(path, overrides, console).results
+                results = evaluate(path, words, console).results
         if options.harness:
             show_harness(console, found)
         else:

@@ -141,17 +141,23 @@ def _require_fitting(options: argparse.Namespace) -> None:
         raise ConfigError(f"--limit is {options.limit}: expected a number of rows from 1 on")
 
 
+def name_of(options: argparse.Namespace, config: Config) -> str:
+    """What results call the model: a config's, unless adapters are put beside it."""
+    is_the_configs = options.model.endswith(CONFIG_SUFFIX) and config.adapter.path is None
+    return config.model.path if is_the_configs else options.model
+
+
 def harness_words(options: argparse.Namespace, config: Config) -> list[str]:
     """The arguments of `async_rl.evaluation.harness`, of a named config or one that the options stand for."""
-    is_named = options.model.endswith(CONFIG_SUFFIX)
     given = {
         "tasks": options.harness,
         "include": options.harness_tasks,
         "limit": options.limit,
         "results": options.out,
-        "name": config.model.path if is_named else options.model,
+        "name": name_of(options, config),
     }
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    is_named = options.model.endswith(CONFIG_SUFFIX)
     is_chat = options.apply_chat_template or (is_named and config.prompts.chat_template is not False)
     return [*words, *(["--chat-template"] if is_chat else [])]
 

@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from async_rl.checks.preflight.adapter_sizes import layer_parameters
 from async_rl.checks.preflight.model import read_shape
+from async_rl.config.adapter_section import AdapterSection
 from async_rl.method.group_proof import GroupProof
-from async_rl.records.throughput import ModelSize
+from async_rl.records.throughput import ModelSize, TrainingPool
 from tests.support.groups import random_group
 from trainer.devices.peak_flops import peak_of_name
 
@@ -110,6 +113,28 @@ def test_products_of_states_are_those_that_are_counted_in_the_recurrence(tiny_mo
     size = ModelSize.of(shape)
     ours = without_projections(size, state_products=size.state_products)
     assert ours.forward_flops(GroupProof.of(group, {})) == counter.get_total_flops() > 0
+
+
+def test_beside_adapters_frozen_weights_have_no_gradients_of_theirs(tiny_model: Callable[..., Path]) -> None:
+    """But for the inputs of the first layer, whose gradients nothing needs."""
+    checkpoint, num_rows = tiny_model("qwen3"), 7
+    shape = read_shape(checkpoint)
+    size = ModelSize.of(shape, shape.num_layers * layer_parameters(AdapterSection(rank=2), shape, 1))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    with FlopCounterMode(display=False) as counter:
+        adapted(torch.arange(num_rows)[None]).logits.sum().backward()
+    unneeded = sum(
+        parameter.numel()
+        for name, parameter in adapted.named_parameters()
+        if "layers.0.self_attn." in name and name.endswith(("base_layer.weight", "lora_A.default.weight"))
+        if "o_proj" not in name
+    )
+    # All pairs of rows, also those that the mask leaves out.
+    pairs = 3 * 4 * size.attention_width * num_rows**2
+    row = replace(GroupProof.of(random_group(0, 1, (num_rows,)), {}), num_prompt_tokens=0, rollout_lengths=(num_rows,))
+    ours = TrainingPool(1, replace(size, attention_width=0)).model_flops([row], 0)
+    assert counter.get_total_flops() == ours + pairs - 2 * unneeded * num_rows
 
 
 def test_the_peak_is_that_of_the_device_by_name() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from async_rl.checks.preflight.adapter import read_saved_section
+from async_rl.checks.preflight.adapter import read_saved_section, require_form
 from async_rl.checks.preflight.model import ModelFiles
 from async_rl.checks.preflight.weight_files import metadata_of, weights_sample
 from async_rl.errors import ConfigError
@@ -167,7 +167,7 @@ def read_adapter(directory: Path, exact: ExactModel, files: ModelFiles, option: 
     """The adapters in a directory of peft's, by the layers of the model that they belong to.
 
     Raises:
-        ConfigError: it is no such directory, or the adapters are of another model.
+        ConfigError: it is no such directory, or the adapters are of another model, or of a form that is not held.
     """
     section, _ = read_saved_section(directory)
     named = f"{option} {str(directory)!r}"
@@ -183,14 +183,18 @@ def read_adapter(directory: Path, exact: ExactModel, files: ModelFiles, option: 
     found = {}
     for name, module in linear.items():
         a, b = (factors.pop(factor_name(name, factor), None) for factor in (A, B))
-        if a is None or b is None:
+        if a is None and b is None:
             continue
-        if b.shape[0] != module.out_features or a.shape[1] != module.in_features or a.shape[0] != b.shape[1]:
+        shapes = [None if factor is None else list(factor.shape) for factor in (b, a)]
+        if shapes != [[module.out_features, section.rank], [section.rank, module.in_features]]:
             raise ConfigError(
-                f"{named} has factors {list(b.shape)} and {list(a.shape)} of {name}, which is "
-                f"[{module.out_features}, {module.in_features}] in {files.named}: these adapters are another model's"
+                f"{named} has factors B {shapes[0]} and A {shapes[1]} of {name}, which is "
+                f"[{module.out_features}, {module.in_features}] in {files.named}, and its rank r is {section.rank}: "
+                "these adapters are another model's, or damaged"
             )
+        assert a is not None and b is not None, "both have a shape"
         found[name] = Adapter(a.float().to(exact.device), b.float().to(exact.device), section.scale)
+    require_form(directory, list(found))
     if factors or not found:
         left = next(iter(factors), "no factors")
         raise ConfigError(

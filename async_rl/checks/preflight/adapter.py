@@ -3,7 +3,7 @@
 import argparse
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,16 @@ def require_saved_adapters(adapter: AdapterSection, files: ModelFiles) -> None:
         raise ConfigError(f"{str(adapter.path)!r} {fault}")
 
 
+def require_form(path: Path, layers: Sequence[str]) -> None:
+    """Checks that saved adapters are what these layers' factors, the rank and alpha alone say, and that all are finite.
+
+    Raises:
+        ConfigError: they are of another form; or they cannot be read.
+    """
+    for fault in chain(_faults_of_form(_read_config(path), layers, layers), _faults_of_values(path / WEIGHTS_FILE)):
+        raise ConfigError(f"{str(path)!r} {fault}")
+
+
 def factor_shapes(adapter: AdapterSection, shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Name in peft's file -> shape, of the factors A and B of all targeted layers."""
     rank = adapter.rank or 0
@@ -193,11 +203,25 @@ def _faults_of_path(adapter: AdapterSection, shape: ModelShape, path: Path) -> I
     if not (path / WEIGHTS_FILE).is_file():
         yield f"has no {WEIGHTS_FILE}: save the adapters as safetensors"
         return
+    sizes = linear_sizes(shape)
+    layers, wanted = (
+        [f"{LAYERS}{i}.{name}" for i in range(shape.num_layers) for name in names]
+        for names in (sizes, targeted(adapter, sizes))
+    )
+    yield from _faults_of_form(found, layers, wanted)
+    for key, name, value in (("r", "rank", adapter.rank), ("lora_alpha", "alpha", adapter.alpha)):
+        if found.get(key) != value:
+            yield f"has {key} = {found.get(key)!r}, but adapter.{name} is {value!r}: set it to that"
+    yield from _faults_of_weights(adapter, shape, path / WEIGHTS_FILE)
+
+
+def _faults_of_form(found: Mapping[str, Any], layers: Sequence[str], wanted: Sequence[str]) -> Iterator[str]:
+    """That adapters are not what their factors, rank and alpha alone say; `wanted` are those of `layers` that have
+    some."""
     for key, held in UNHELD.items():
         # What is empty has no effect.
         if (value := found.get(key, held)) != held and (value or held):
             yield f"has {key} = {value!r}: only {held!r} is held"
-    layers = [f"{LAYERS}{i}.{name}" for i in range(shape.num_layers) for name in linear_sizes(shape)]
     for key in PATTERNS:
         patterns = found.get(key) or {}
         if not isinstance(patterns, dict) or not all(PLAIN.fullmatch(pattern) for pattern in patterns):
@@ -209,23 +233,16 @@ def _faults_of_path(adapter: AdapterSection, shape: ModelShape, path: Path) -> I
             compiled = re.compile(rf"(.*\.)?({pattern})$")
             if any(compiled.match(layer) for layer in layers):
                 yield f"has {key} for {pattern!r}: all layers need the same"
-    for key, name, value in (("r", "rank", adapter.rank), ("lora_alpha", "alpha", adapter.alpha)):
-        if found.get(key) != value:
-            yield f"has {key} = {found.get(key)!r}, but adapter.{name} is {value!r}: set it to that"
     theirs = found.get("target_modules")
     if theirs != ALL_LINEAR and not isinstance(theirs, list):
         yield f"has target_modules = {theirs!r}: only a list of names is held"
     elif isinstance(theirs, list):
-        wanted = [
-            f"{LAYERS}{i}.{name}" for i in range(shape.num_layers) for name in targeted(adapter, linear_sizes(shape))
-        ]
         # As peft matches them.
         ends = tuple(f".{name}" for name in theirs)
         if left_out := next((layer for layer in wanted if not f".{layer}".endswith(ends)), None):
             yield f"has target_modules = {theirs!r}, without {left_out!r}: peft would leave that layer's factors out"
     if (start := found.get("init_lora_weights", True)) not in BASE_AS_IT_IS:
         yield f"has init_lora_weights = {start!r}, which changes the base: convert them as peft describes"
-    yield from _faults_of_weights(adapter, shape, path / WEIGHTS_FILE)
 
 
 def _faults_of_base(path: Path, files: ModelFiles) -> Iterator[str]:
@@ -324,8 +341,14 @@ def _faults_of_weights(adapter: AdapterSection, shape: ModelShape, file: Path) -
                 "another model's, or of another rank"
             )
             return
-    if damaged := next((name for name, tensor in stored.items() if not tensor.is_finite()), None):
-        yield (
-            f"has {damaged!r} with values that are not finite in float32: the file is damaged; save or "
-            "download it again"
-        )
+    yield from _faults_of_values(file)
+
+
+def _faults_of_values(file: Path) -> Iterator[str]:
+    for name, tensor in tensors_of(file).items():
+        if tensor.dtype not in FLOATS or not tensor.is_finite():
+            yield (
+                f"has {name!r} ({tensor.dtype}) with values that are not finite in float32: the file is damaged; save "
+                "or download it again"
+            )
+            return

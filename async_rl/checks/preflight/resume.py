@@ -39,6 +39,8 @@ _MAY_CHANGE = {
     "adapter.path",
     "adapter.publish",
 }
+_NEVER_CHANGE = ("adapter.rank", "adapter.targets")
+"""What says which tensors a checkpoint has."""
 _OF_A_START = {"run.dir", "run.resume", "run.accept_changes", "pool.instances"}
 """Others at every start."""
 
@@ -85,6 +87,7 @@ def deciding_settings(config: Config, of_algorithm: OfAlgorithm | None) -> dict[
         if key.partition(".")[0] in _DECIDING and not key.startswith("reward.")
     }
     settings["run.seed"] = config.run.seed
+    settings["adapter.targets"] = config.adapter.sorted_targets
     if of_algorithm is None:
         settings = {key: value for key, value in settings.items() if value is not None or "algorithm." not in key}
     elif not config.algorithm.is_own:
@@ -259,10 +262,11 @@ def require_resumable(config: Config) -> None:
     """Checks what can be told of the newest checkpoint quickly: the trainer compares everything when it has started.
 
     Raises:
-        ConfigError: it is of a run with other settings, or of another model.
+        ConfigError: it is of a run with other settings, or of another model; with `run.accept_changes`, of a run with
+            other adapters.
     """
     newest = newest_checkpoint(checkpoints_dir(config.run.dir)) if config.run.resume else None
-    if newest is None or config.run.accept_changes:
+    if newest is None:
         return
     try:
         content = json.loads((newest / MANIFEST).read_bytes())["content"]
@@ -273,6 +277,13 @@ def require_resumable(config: Config) -> None:
         return
     places = {*_PLACES, "algorithm.name"} if config.algorithm.is_own else _PLACES
     changes = setting_changes(with_todays_names(saved), config, str(newest), places)
+    if config.run.accept_changes:
+        if lasting := [change for change in changes if change.partition(" ")[0] in _NEVER_CHANGE]:
+            raise ConfigError(
+                f"checkpoint {str(newest)!r} has other adapters: {'; '.join(lasting)}; set that back, or give this run "
+                "a directory of its own (run.dir)"
+            )
+        return
     changes += shape_changes(before, ModelFiles.find(config.model.path, is_whole=False).shape.as_json())
     if changes:
         raise _other_run(str(newest), changes)

@@ -340,9 +340,8 @@ def _read(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     try:
         return _read_header(file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(
-            f"{str(file)!r} cannot be read as safetensors ({file.stat().st_size} bytes): download it again"
-        ) from error
+        size = f"{file.stat().st_size} bytes" if file.is_file() else "no such file"
+        raise ConfigError(f"{str(file)!r} cannot be read as safetensors ({size}): download it again") from error
 
 
 def _read_header(file: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from async_rl.method.group_proof import GroupProof
@@ -29,6 +31,13 @@ def test_model_flops_are_three_forward_passes_and_one_for_each_frozen_copy() -> 
 def test_groups_without_a_gradient_run_forward_only() -> None:
     assert TrainingPool(1, MODEL).model_flops([ROW, ROW], num_untrained=1) == (3 + 1) * FORWARD
     assert TrainingPool(1, MODEL).model_flops([ROW, ROW], num_untrained=2) == 2 * FORWARD
+
+
+def test_beside_adapters_frozen_weights_take_as_much_backward_as_forward() -> None:
+    pool = TrainingPool(1, replace(MODEL, num_adapter_parameters=7), num_frozen=1)
+    adapters, frozen = 2 * 7 * 16, 2 * (1000 * 16 + 50 * 6)
+    assert pool.model_flops([ROW], num_untrained=0) == 4 * FORWARD - frozen + 3 * adapters
+    assert pool.model_flops([ROW], num_untrained=1) == 2 * FORWARD + adapters
 
 
 def test_mfu_is_the_share_of_all_devices_peaks_and_null_where_a_part_is_unknown() -> None:

@@ -315,6 +315,8 @@ LORA: dict[str, tuple[dict[str, Any], str]] = {
     "rsLoRA": ({"use_rslora": True}, "use_rslora is True"),
     "DoRA": ({"use_dora": True}, "use_dora is True"),
     "modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+    "frozen": ({"inference_mode": True}, "inference_mode is True: leave it at False"),
+    "no targets": ({"target_modules": []}, "adapter.targets: "),
     "a pattern": ({"target_modules": ".*proj"}, "target_modules is '.*proj': expected 'all-linear'"),
 }
 

@@ -87,7 +87,7 @@ MISTAKES = {
     ),
     "a target twice": Mistake(
         (*RANK, "--adapter.targets", '["q_proj", "q_proj"]'),
-        says=("targets has 'q_proj' twice: leave one out",),
+        says=("adapter.targets has 'q_proj' twice: leave one out",),
     ),
     "half of an export": Mistake(
         START, saved(None), ("'adapters' (adapter.path) has no adapter_model.safetensors", "save the adapters")

@@ -118,6 +118,29 @@ def test_adapters_are_evaluated_with_their_base(tiny_model: Callable[..., Path],
     assert result["sets"][0]["reward_mean"] == pytest.approx(mean_of(adapted))
     with adapted.disable_adapter():
         assert mean_of(adapted) != pytest.approx(result["sets"][0]["reward_mean"])
+    # A config that starts from them is evaluated with them, too.
+    reward = f"python:{data.parent / 'reward.py'}:short"
+    options = parse([str(base), "--data", str(data), "--reward", reward, *words[:4]])[0]
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'{config_text(options, tmp_path / "run")}[adapter]\nrank = 2\nalpha = 8\npath = "{tmp_path / "adapters"}"\n'
+    )
+    command = [sys.executable, "-m", "deploy.local.evaluate", str(config), "--prompts.chat_template=false", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = json.loads(done.stdout.splitlines()[-1])
+    assert again["model"] == str(config) and again["sets"][0]["reward_mean"] == result["sets"][0]["reward_mean"]
+
+
+def test_adapters_of_a_config_that_do_not_fit_are_refused(
+    tiny_model: Callable[..., Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_data = ("--data", str(data), "--reward", "exact", "--adapter.rank=2", "--adapter.path=gone")
+    assert main([str(tiny_model()), *of_data]) == 2
+    assert "'gone' (adapter.path) has no adapter_config.json" in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert main([str(tmp_path), *of_data]) == 2
+    assert f"adapter.path 'gone' stands beside '{tmp_path}'" in capsys.readouterr().err
 
 
 def test_of_runs_checkpoints_and_adapters_a_checkpoint_is_made(tmp_path: Path) -> None:

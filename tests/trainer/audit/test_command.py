@@ -58,6 +58,11 @@ def test_a_sound_engine_is_exit_code_0_and_one_that_is_not_there_2(tiny_model: T
 def test_a_checkpoint_or_adapters_that_are_of_no_use_are_refused_by_name(tiny_model: TinyModel, tmp_path: Path) -> None:
     model = tiny_model("qwen3")
     save_adapter(tiny_model("llama"), tmp_path / "of another model")
+    for name, changes in {"of another form": {"use_rslora": True}, "of another rank": {"r": 1}, "cut": {}}.items():
+        save_adapter(model, tmp_path / name)
+        config = tmp_path / name / "adapter_config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    (tmp_path / "cut" / "adapter_model.safetensors").unlink()
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copy(model / "config.json", bare)
@@ -66,6 +71,9 @@ def test_a_checkpoint_or_adapters_that_are_of_no_use_are_refused_by_name(tiny_mo
         ({"checkpoint": str(bare)}, "has no"),
         ({"adapter": bare}, "adapter_config.json"),
         ({"adapter": tmp_path / "of another model"}, "another model's"),
+        ({"adapter": tmp_path / "of another form"}, "has use_rslora = True: only False is held"),
+        ({"adapter": tmp_path / "of another rank"}, "its rank r is 1: these adapters are another model's"),
+        ({"adapter": tmp_path / "cut"}, "no such file"),
         ({"before": tiny_model("qwen3", num_hidden_layers=1)}, "older checkpoint of the same model"),
         ({"before": tiny_model("qwen3", vocab_size=128)}, r"of shape \[128, 32\], and --checkpoint \[96, 32\]"),
         ({"before": tmp_path / "of another model"}, "give the new ones as --adapter"),

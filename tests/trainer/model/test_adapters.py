@@ -187,6 +187,8 @@ def test_gradients_sums_and_moments_are_those_of_adapters_and_no_frozen_weight_h
     num_summed = sum(p.numel() for buffer in policy.buffers for p in buffer.params)
     states = list(trainer.optimizer.parameter_states())
     assert num_summed == num_factors == sum(state.master.numel() for state in states)
+    size = trainer.training_pool.model
+    assert size is not None and size.num_adapter_parameters == num_factors
     assert {state.master.dtype for state in states} == {torch.float32}
 
 

@@ -58,8 +58,7 @@ def test_the_same_settings_and_those_that_may_change_pass(config: Configure) -> 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"adapter": {"rank": 4}}, r"adapter\.rank is 4, but was 8\nset them back"),
-        ({"adapter": {"targets": ["q_proj"]}}, r"adapter\.targets is \['q_proj'\], but was \['all-linear'\]"),
+        ({"adapter": {"alpha": 4}}, r"adapter\.alpha is 4\.0, but was 16\.0\nset them back"),
         ({"algorithm": {"kl_coef": 0.5}}, r"algorithm\.kl_coef is 0\.5, but was 0\.0"),
         ({"run": {"seed": 5}}, r"iteration-000003' belongs to another run:\n  run\.seed is 5, but was 0"),
     ],
@@ -72,6 +71,26 @@ def test_other_settings_are_named_unless_they_are_accepted(
     run = sections.get("run", {})
     require_resumable(config(**{**sections, "run": {**run, "accept_changes": True}}))
     require_resumable(config(**{**sections, "run": {**run, "resume": False}}))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ({"rank": 4}, r"adapter\.rank is 4, but was 8"),
+        ({"targets": ["v_proj", "q_proj"]}, r"adapter\.targets is \['q_proj', 'v_proj'\], but was \['all-linear'\]"),
+    ],
+)
+@pytest.mark.parametrize("accepts", [False, True])
+def test_adapters_that_the_checkpoint_does_not_have_are_never_accepted(
+    config: Configure, adapter: dict[str, Any], message: str, accepts: bool
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require_resumable(config(adapter=adapter, run={"accept_changes": accepts}))
+
+
+def test_the_same_targets_by_other_names_pass(config: Configure) -> None:
+    mlp = ["up_proj", "gate_proj", "down_proj"]
+    require_resumable(config(adapter={"targets": [*mlp, "v_proj", "q_proj", "k_proj", "o_proj"]}))
 
 
 def test_another_config_of_the_same_weights_is_named(config: Configure, tmp_path: Path) -> None:
