@@ -55,11 +55,15 @@ class AdapterSection(Section):
         """Whether the linear layer of this weight, such as "model.layers.0.mlp.up_proj.weight", has an adapter."""
         return ALL_LINEAR in self.targets or hf_name.removesuffix(".weight").rpartition(".")[2] in self.targets
 
+    @property
+    def vllm_rank(self) -> int | None:
+        """The least of those that vLLM is started for which holds these adapters; their own where none does."""
+        return min((each for each in VLLM_RANKS if each >= (self.rank or 0)), default=self.rank)
+
     def vllm_options(self, options: Sequence[str]) -> tuple[str, ...]:
         """vLLM's options, and those that it lacks for these adapters alone."""
         given = {word.partition("=")[0] for word in options}
-        fits = [each for each in VLLM_RANKS if each >= (self.rank or 0)]
-        needed = {ENABLE_LORA: (ENABLE_LORA,), MAX_LORA_RANK: (MAX_LORA_RANK, str(min(fits, default=self.rank)))}
+        needed = {ENABLE_LORA: (ENABLE_LORA,), MAX_LORA_RANK: (MAX_LORA_RANK, str(self.vllm_rank))}
         return (*options, *(word for key, words in needed.items() if key not in given for word in words))
 
     @model_validator(mode="after")

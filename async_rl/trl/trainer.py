@@ -330,6 +330,8 @@ class Trainer:
         return run.export(output_dir)
 
     def _trained(self) -> Run:
+        if self.run is None and not Path(self._dir).is_dir():
+            raise ConfigError(f"nothing is trained yet in {self._dir!r}: call train() first")
         return self.run or open_run(self._dir)
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:

@@ -130,7 +130,7 @@ def _loading_adapter(exported: Exported, name: str) -> str:
     return (
         f"{fenced(python, 'python')}\n\nThe adapters are safetensors in float32, of no use without their base, "
         f"{_code(exported.base, 'path')}. vLLM serves them beside it (`--enable-lora --lora-modules "
-        f"NAME=DIRECTORY`, with a `--max-lora-rank` of at least {exported.config.adapter.rank})."
+        f"NAME=DIRECTORY --max-lora-rank {exported.config.adapter.vllm_rank}`)."
     )
 
 

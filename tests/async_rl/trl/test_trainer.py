@@ -76,6 +76,9 @@ def test_two_weighted_rewards_train_and_are_logged_by_trls_names(
     trainer = GRPOTrainer(
         str(tiny_model("qwen3", tied=True)), [worth, half], args, ROWS, callbacks=[kept, PrinterCallback]
     )
+    for early in (lambda: trainer.evaluate(ROWS), trainer.save_model):
+        with pytest.raises(ConfigError, match=r"nothing is trained yet in .*: call train\(\) first"):
+            early()
     result = trainer.train()
     assert result.global_step == 2 and trainer.run is not None
     assert trainer.config.toml() == (trainer.run.dir / "inputs" / "run.toml").read_text()

@@ -60,7 +60,7 @@ def test_two_short_runs_of_a_config_tell_what_its_parts_cost(config: Path) -> No
     folders = [config.parent / "run-calibration" / name for name in ("beside", "after")]
     for folder, expected in zip(folders, ((4, "periodic", 4), (2, "synchronous", 1)), strict=True):
         used = json.loads((folder / "config.json").read_text())
-        at_once = used["inference"]["max_concurrency"] // 64
+        at_once = used["inference"]["max_concurrency"] // 16
         assert (used["prompts"]["prompts_per_batch"], used["train"]["mode"], at_once) == expected
         assert used["optimizer"]["learning_rate"] == 1e-5 and not (folder / "model").exists()
     again = [sys.executable, "-m", "deploy.scaling", *map(str, folders), "--json", "--devices", "8"]

@@ -100,7 +100,7 @@ def test_adapters_are_said_to_be_adapters_of_their_base(tmp_path: Path) -> None:
         "tags": ["async-rl", "reinforcement-learning", "lora", f"base_model:adapter:{HUB}"],
     }
     assert "Adapters (LoRA) of a run of async-rl after 40 iterations" in text and f"trained beside `{HUB}`" in text
-    assert "| adapters | rank 16, alpha 32, of `q_proj`, `v_proj` |" in text and "of at least 16" in text
+    assert "| adapters | rank 16, alpha 32, of `q_proj`, `v_proj` |" in text and "--max-lora-rank 16`" in text
     assert 'adapter.targets = ["q_proj", "v_proj"]' in text and 'adapter.path = ".../before"' in text
     merged = card(tmp_path, make_config(adapter={"rank": 16}))
     assert "| adapters | rank 16, alpha 32, of `all-linear`, merged into the weights |" in merged
