@@ -294,6 +294,7 @@ class WeightGroup:
                     self._wait(in_flight.popleft())
             while in_flight:
                 self._wait(in_flight.popleft())
+            self._confirm()
         finally:
             self._collectives.let_end(message.work for message in in_flight)
 
@@ -331,6 +332,8 @@ class WeightGroup:
             while in_flight:
                 last = in_flight.popleft()
                 self._wait(last)
+                if not in_flight:
+                    self._confirm()
                 yield from _copy_to_destinations(last, destinations)
         finally:
             self._collectives.let_end(message.work for message in in_flight)
@@ -369,10 +372,18 @@ class WeightGroup:
         except (RuntimeError, PublishError) as error:
             raise PublishError(f"the weight broadcast broke: {error}") from error
 
+    def _confirm(self) -> None:
+        """A sender that has sent all learns here of a receiver that has not received it."""
+        if isinstance(self._collectives, Collectives):
+            self._ends(self._collectives.confirm)
+
     def _wait(self, message: _Message) -> None:
+        self._ends(partial(self._collectives.wait, message.work))
+
+    def _ends(self, wait: Callable[[], None]) -> None:
         started = time.monotonic()
         try:
-            self._collectives.wait(message.work)
+            wait()
         except RuntimeError as error:
             waited = time.monotonic() - started
             raise PublishError(
