@@ -62,9 +62,9 @@ class Chain(dist.ProcessGroupGloo):
         """Of all broadcasts so far: the last rank tells rank 0 that it has them, and so that all others have them."""
         last, byte = self.size() - 1, [torch.zeros(1, dtype=torch.uint8)]
         if self.rank() == last:
-            works = [self.send(byte, 0, CONFIRMED)]
+            works = [self.send(byte, 0, CONFIRMED)]  # type: ignore[attr-defined]
         else:
-            works = [] if self.rank() else [self.recv(byte, last, CONFIRMED)]
+            works = [] if self.rank() else [self.recv(byte, last, CONFIRMED)]  # type: ignore[attr-defined]
         return _Passage(lambda: works, self._timeout_s)
 
     def shutdown(self) -> None:
