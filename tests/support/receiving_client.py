@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, PublishError
+from async_rl.errors import InstanceError, InstanceRefused, PublishError
 from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.pool.membership import InstanceEntry, Membership
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
@@ -99,7 +99,7 @@ class ReceivingClient:
         self._group.announce(self._rank)
         if self.fault == "leave":
             self.close()
-            raise InstanceUnreachable(f"instance {self.url} is gone")
+            raise InstanceError(f"instance {self.url} is gone")
         self.received = {spec.name: tensor.clone() for spec, tensor in self._group.receive(specs, self._bucket_bytes)}
 
 

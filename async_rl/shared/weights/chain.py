@@ -21,8 +21,8 @@ import torch.distributed as dist
 PIECE_BYTES = 2 * 2**20
 """Each member delays the next by so much: 17 ms at 1 Gbit/s. The cost of a piece itself is tens of microseconds."""
 
-TAG, CONFIRMED = 0, 1
-"""Of pieces, and of the last rank's byte."""
+TAG = 0
+"""Of all pieces."""
 
 LEAST_S = 0.001
 """gloo takes a timeout of 0 for none."""
@@ -57,15 +57,6 @@ class Chain(dist.ProcessGroupGloo):
         arrival = _Arrival(self, pieces, receives, self._timeout_s, Future())
         self._arrivals.put(arrival)
         return _Passage(arrival.sends.result, self._timeout_s)
-
-    def confirm(self) -> "_Passage":
-        """Of all broadcasts so far: the last rank tells rank 0 that it has them, and so that all others have them."""
-        last, byte = self.size() - 1, [torch.zeros(1, dtype=torch.uint8)]
-        if self.rank() == last:
-            works = [self.send(byte, 0, CONFIRMED)]  # type: ignore[attr-defined]
-        else:
-            works = [] if self.rank() else [self.recv(byte, last, CONFIRMED)]  # type: ignore[attr-defined]
-        return _Passage(lambda: works, self._timeout_s)
 
     def shutdown(self) -> None:
         super().shutdown()

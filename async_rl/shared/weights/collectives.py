@@ -102,15 +102,6 @@ class Collectives:
             self._poll(work)
         work.wait()
 
-    def confirm(self) -> None:
-        """Rank 0 returns when all members have received all broadcasts, where these are passed on from one to the next.
-
-        Raises:
-            RuntimeError: one of them is gone, or did not pass them on within the timeout.
-        """
-        if isinstance(group := self._open_group(), Chain):
-            group.confirm().wait()
-
     def connect(self) -> None:
         """Makes the connections: nccl and hccl do so in the first collective, and block until then.
 

@@ -294,7 +294,6 @@ class WeightGroup:
                     self._wait(in_flight.popleft())
             while in_flight:
                 self._wait(in_flight.popleft())
-            self._confirm()
         finally:
             self._collectives.let_end(message.work for message in in_flight)
 
@@ -332,8 +331,6 @@ class WeightGroup:
             while in_flight:
                 last = in_flight.popleft()
                 self._wait(last)
-                if not in_flight:
-                    self._confirm()
                 yield from _copy_to_destinations(last, destinations)
         finally:
             self._collectives.let_end(message.work for message in in_flight)
@@ -362,9 +359,12 @@ class WeightGroup:
         return torch.empty(sum(spec.num_bytes for spec in message), dtype=torch.uint8, device=self._collectives.device)
 
     def close(self) -> None:
-        """Closes the connections, which ends the wait of any other member; a second call does nothing."""
-        self._collectives.close()
+        """Closes the connections, which ends the wait of any other member; a second call does nothing.
+
+        That to the store first: the host learns that this one left before others fail because of it.
+        """
         self._store.close()
+        self._collectives.close()
 
     def _start(self, data: torch.Tensor, specs: list[TensorSpec]) -> _Message:
         try:
@@ -372,18 +372,10 @@ class WeightGroup:
         except (RuntimeError, PublishError) as error:
             raise PublishError(f"the weight broadcast broke: {error}") from error
 
-    def _confirm(self) -> None:
-        """A sender that has sent all learns here of a receiver that has not received it."""
-        if isinstance(self._collectives, Collectives):
-            self._ends(self._collectives.confirm)
-
     def _wait(self, message: _Message) -> None:
-        self._ends(partial(self._collectives.wait, message.work))
-
-    def _ends(self, wait: Callable[[], None]) -> None:
         started = time.monotonic()
         try:
-            wait()
+            self._collectives.wait(message.work)
         except RuntimeError as error:
             waited = time.monotonic() - started
             raise PublishError(

@@ -40,12 +40,13 @@ def num_bytes_acknowledged() -> int:
 
 def test_the_sender_sends_the_weights_once_however_many_receive_them() -> None:
     workers = Workers(3, BUCKET_BYTES)
-    workers.tell("receive")
+    workers.tell("receive, stay")
     workers.wait_until_announced()
     before = num_bytes_acknowledged()
     sent = workers.group.send(make_tensors(), BUCKET_BYTES)
     assert [pipe.recv() for pipe in workers.pipes] == [(True, sent)] * 3
     assert MODEL_BYTES <= num_bytes_acknowledged() - before < 1.2 * MODEL_BYTES
+    workers.tell("end")
     workers.group.close()
 
 
