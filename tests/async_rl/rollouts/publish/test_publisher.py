@@ -14,6 +14,7 @@ import torch
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import LeaderFailed, ProducerLost, PublishError
 from async_rl.rollouts.pool.inference_pool import InferencePool
+from async_rl.rollouts.publish.instance_update import ANSWER_MARGIN_S
 from async_rl.rollouts.publish.remote_sender import RemoteSender, serve
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights.fingerprint import TensorSpec
@@ -121,19 +122,30 @@ def test_instance_that_hangs_costs_the_timeout_and_leaves_the_pool(well, make_pu
     assert [well[0].sums(), well[1].sums()] == [sums(7.0)] * 2
 
 
-def test_instance_that_stops_amid_the_stream_costs_the_timeout(start_receivers_once, well, make_publisher) -> None:
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_instance_that_stops_amid_the_stream_costs_the_timeout_and_leaves_the_pool_alone(
+    start_receivers_once, well, make_publisher, at: int
+) -> None:
     (stopped,) = start_receivers_once({})
-    publisher, pool = make_publisher(well[0], stopped, timeout_s=3.0)
+    others = [well[0], well[2]]
+    timeout_s = 3.0
+    publisher, pool = make_publisher(*others[:at], stopped, *others[at:], timeout_s=timeout_s)
     publish(publisher, "run-0")
+    tries: list[float] = []
 
     def stop_amid() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        tries.append(time.monotonic())
         for number, item in enumerate(stream(8.0)):
-            if number == 1 and pool.members[1].state == "ready":
+            if number == 1 and len(tries) == 1:
                 stopped.process.send_signal(signal.SIGSTOP)
             yield item
 
-    assert publisher.publish("run-1", stop_amid).instances == (well[0].url,)
-    assert well[0].sums() == sums(8.0)
+    assert publisher.publish("run-1", stop_amid).instances == tuple(instance.url for instance in others)
+    # Beside the timeout and the time for an answer then, only what the machine takes.
+    assert len(tries) == 2 and tries[1] - tries[0] < timeout_s + ANSWER_MARGIN_S + 10.0
+    assert [reason == "in service" for reason in reasons(pool)] == [place != at for place in range(3)]
+    assert "did not answer in time" in reasons(pool)[at]
+    assert [instance.sums() for instance in others] == [sums(8.0)] * 2
 
 
 def test_no_instance_left_is_an_error_that_names_each_reason(well, make_publisher) -> None:
