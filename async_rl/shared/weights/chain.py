@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PIECE_BYTES = 2 * 2**20
-"""Each member delays the next by so much: 17 ms at 1 Gbit/s. The cost of a piece itself is tens of microseconds."""
+PIECE_BYTES = 4 * 2**20
+"""Each member delays the next by so much: 34 ms at 1 Gbit/s. A piece costs a member 0.2 ms of processor time or less,
+beside the 1.4 ms of its bytes."""
 
 TAG = 0
 """Of all pieces."""
@@ -46,7 +47,9 @@ class Chain(dist.ProcessGroupGloo):
     def broadcast(self, tensors: list[torch.Tensor], _: Any) -> "_Passage":
         """Of one tensor, uint8 [num_bytes], on the CPU."""
         (data,) = tensors
-        pieces = list(data.split(PIECE_BYTES)) if data.numel() else []
+        # One receiver passes nothing on.
+        piece_bytes = PIECE_BYTES if self.size() > 2 else data.numel()
+        pieces = list(data.split(piece_bytes)) if data.numel() else []
         rank = self.rank()
         if rank == 0:
             sends = [self.send([piece], 1, TAG) for piece in pieces]  # type: ignore[attr-defined]
