@@ -20,9 +20,9 @@ from tests.support.lost_store import lose, slow
 class ReceivingClient:
     """One worker that joins and receives for real.
 
-    `fault` is the step that it refuses, "hang" at the update, or "leave" when it is about to receive. Of a rendezvous:
-    "late" comes after the timeout, "break" comes and loses its connection, "break unseen" also says so late, and "slow"
-    takes its time there.
+    `fault` is the step that it refuses, "hang" at the update, "leave" when it is about to receive, or "reject" when it
+    has received all. Of a rendezvous: "late" comes after the timeout, "break" comes and loses its connection, "break
+    unseen" also says so late, and "slow" takes its time there.
     """
 
     def __init__(self, url: str, fault: str | None = None) -> None:
@@ -101,6 +101,8 @@ class ReceivingClient:
             self.close()
             raise InstanceError(f"instance {self.url} is gone")
         self.received = {spec.name: tensor.clone() for spec, tensor in self._group.receive(specs, self._bucket_bytes)}
+        if self.fault == "reject":
+            raise InstanceError(f"instance {self.url} does not take what it received")
 
 
 def receiving_member(name: str, fault: str | None = None) -> Member:
