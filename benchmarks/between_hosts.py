@@ -11,7 +11,7 @@ to one and then to both instances; a producer has batches of a tiny model sample
 - `small_publish_s.NETWORK`: median seconds of a publish of the tiny model, which is nearly all round trips;
 - `changes_s.NETWORK`, `changes_bytes.NETWORK`: median seconds, and share of the bytes, of a publish to one instance
   with the transport "changes", after steps of 1e-6, as AdamW takes them at that rate;
-- `of_the_rate.N`: the least time in which the far link carries the bytes to N instances / `publish_s.far.N`;
+- `of_the_rate.N`: the least time in which the far link carries the bytes once / `publish_s.far.N`;
 - `rollout_s.NETWORK.LENGTH`: median seconds of a batch whose responses have that many tokens.
 """
 
@@ -201,7 +201,7 @@ def measure(urls: Mapping[str, Mapping[str, Sequence[str]]], models: Path, repea
         for length, seconds in measure_rollouts(urls[network]["small"][0], models / "small", small, repeats).items():
             answer[f"rollout_s.{network}.{length}"] = seconds
     for number in (1, 2):
-        answer[f"of_the_rate.{number}"] = number * 8 * num_bytes / rate / answer[f"publish_s.far.{number}"]
+        answer[f"of_the_rate.{number}"] = 8 * num_bytes / rate / answer[f"publish_s.far.{number}"]
     return {key: round(value, 4) for key, value in answer.items()}
 
 

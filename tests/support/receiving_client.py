@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable, PublishError
+from async_rl.errors import InstanceError, InstanceRefused, PublishError
 from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.pool.membership import InstanceEntry, Membership
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
@@ -20,9 +20,9 @@ from tests.support.lost_store import lose, slow
 class ReceivingClient:
     """One worker that joins and receives for real.
 
-    `fault` is the step that it refuses, "hang" at the update, or "leave" when it is about to receive. Of a rendezvous:
-    "late" comes after the timeout, "break" comes and loses its connection, "break unseen" also says so late, and "slow"
-    takes its time there.
+    `fault` is the step that it refuses, "hang" at the update, "leave" when it is about to receive, or "reject" when it
+    has received all. Of a rendezvous: "late" comes after the timeout, "break" comes and loses its connection, "break
+    unseen" also says so late, and "slow" takes its time there.
     """
 
     def __init__(self, url: str, fault: str | None = None) -> None:
@@ -102,8 +102,10 @@ class ReceivingClient:
         self._group.announce(self._rank)
         if self.fault == "leave":
             self.close()
-            raise InstanceUnreachable(f"instance {self.url} is gone")
+            raise InstanceError(f"instance {self.url} is gone")
         self.received = {spec.name: tensor.clone() for spec, tensor in self._group.receive(specs, self._bucket_bytes)}
+        if self.fault == "reject":
+            raise InstanceError(f"instance {self.url} does not take what it received")
 
 
 def receiving_member(name: str, fault: str | None = None) -> Member:

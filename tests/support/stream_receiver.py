@@ -5,6 +5,7 @@ from multiprocessing.connection import Client, Connection
 
 import torch
 
+from async_rl.errors import PublishError
 from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec
 from async_rl.shared.weights.store import join_rendezvous
 from async_rl.shared.weights.stream import ALONE_BYTES, WeightGroup
@@ -37,7 +38,7 @@ def make_tensors() -> list[tuple[TensorSpec, torch.Tensor]]:
 def receive(
     port: int, rank: int, world_size: int, bucket_bytes: int, timeout_s: float, backend: str, pipe: Connection
 ) -> None:
-    """A worker: receives one update and answers whether every byte is right, and its fingerprint.
+    """A worker: receives one update and answers whether every byte is right, and its fingerprint; or what ended it.
 
     An even rank receives into places of its own, for all but one tensor, of which one is not contiguous.
     """
@@ -45,8 +46,11 @@ def receive(
     command = pipe.recv()
     if command == "die":
         return
-    expected = {spec.name: tensor for spec, tensor in make_tensors()}
     group.announce(rank)
+    if command.startswith("endless"):
+        pipe.send(problem_of_endless(group, bucket_bytes, fails=command == "endless, fails"))
+        return
+    expected = {spec.name: tensor for spec, tensor in make_tensors()}
     places = {name: torch.zeros_like(tensor) for name, tensor in expected.items() if name != "e"}
     places["d"] = places["d"].t().contiguous().t()
     into = places if rank % 2 == 0 else {}
@@ -57,7 +61,22 @@ def receive(
         equal &= torch.equal(tensor, expected[spec.name])
         equal &= spec.name not in into or torch.equal(into[spec.name], expected[spec.name])
     pipe.send((equal, fingerprint.hexdigest()))
+    if command == "receive, stay":
+        pipe.recv()
     group.close()
+
+
+def problem_of_endless(group: WeightGroup, bucket_bytes: int, *, fails: bool) -> str:
+    """What ends the stream of `make_tensors` over and over, also with an error that this receiver raises amid it."""
+    try:
+        for number, _ in enumerate(group.receive([spec for spec, _ in make_tensors()] * 100_000, bucket_bytes)):
+            if fails and number == 20:
+                raise PublishError("the receiver failed")
+    except PublishError as error:
+        # While the error's frames are there, as in an engine that still has to answer.
+        group.close()
+        return str(error)
+    raise AssertionError("the stream has ended")
 
 
 if __name__ == "__main__":

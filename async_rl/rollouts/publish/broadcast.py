@@ -59,18 +59,23 @@ class Broadcast:
             if not self._all_accept(calls):
                 return None
             sent = self._sender.send(version, "whole" if info.adapter is None else "adapters")
-            if sent.problem is None:
-                self._drop(calls.settle(timeout_s + ANSWER_MARGIN_S))
+            failures = calls.settle(timeout_s + ANSWER_MARGIN_S) if sent.problem is None else {}
+            if sent.problem is None and len(failures) < 2:
+                self._drop(failures)
+                return sent
+            # Whoever fails amid a stream leaves, before those whose connections it breaks notice.
+            lost = [self._owners[rank] for rank in self._sender.wait_formed(0.0).lost]
+            if sent.problem is None and not set(lost) & set(failures):
+                self._drop(failures)
                 return sent
             known = None if sent.failed is None else self._owners[sent.failed]
             failures = self._break_off(calls)
-            # The first failure breaks the connections of the other instances, which are not to blame.
-            suspects = list(failures)[:1]
+            suspects = [*(member for member in lost if member in failures), *failures][:1]
             if known is not None or not failures:
                 suspects = list(members) if known is None else [known]
                 claim = "it answered that it had received all before all was sent"
                 failures = {m: failures.get(m, InstanceError(f"instance {m.url}: {claim}")) for m in suspects}
-            self._drop_guilty(failures, suspects, sent.problem)
+            self._drop_guilty(failures, suspects, sent.problem or "")
             return None
         finally:
             if calls.cancel():

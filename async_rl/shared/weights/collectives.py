@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from async_rl.errors import PublishError
 from async_rl.shared.net.local_address import choose_interface
+from async_rl.shared.weights.chain import Chain
 from async_rl.shared.weights.store import RendezvousStore
 from async_rl.shared.weights.store_wire import PROOF_BYTES, NotInvited
 
@@ -245,7 +246,7 @@ def _gloo_group(store: RendezvousStore, rank: int, world_size: int, timeout: tim
     # By default gloo uses the address of this host's own name, which other hosts may not reach.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=store.address)]
     options._threads = NUM_IN_FLIGHT
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
+    return Chain(store, rank, world_size, options)
 
 
 def _proof(secret: str, of: int, to: int) -> bytes:

@@ -359,9 +359,12 @@ class WeightGroup:
         return torch.empty(sum(spec.num_bytes for spec in message), dtype=torch.uint8, device=self._collectives.device)
 
     def close(self) -> None:
-        """Closes the connections, which ends the wait of any other member; a second call does nothing."""
-        self._collectives.close()
+        """Closes the connections, which ends the wait of any other member; a second call does nothing.
+
+        That to the store first: the host learns that this one left before others fail because of it.
+        """
         self._store.close()
+        self._collectives.close()
 
     def _start(self, data: torch.Tensor, specs: list[TensorSpec]) -> _Message:
         try:

@@ -248,13 +248,28 @@ def test_of_several_that_failed_before_the_sender_looked_the_first_is_blamed(
     assert one.move() is not None
 
 
-def test_one_that_leaves_amid_the_stream_is_blamed_and_not_those_whose_connections_it_broke(moves: Any) -> None:
-    one = moves(None, "leave", None)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_one_that_leaves_amid_the_stream_is_blamed_and_not_those_whose_connections_it_broke(
+    moves: Any, at: int
+) -> None:
+    """Also the last one, to which the sender itself sends nothing over gloo."""
+    faults: list[str | None] = [None, None, None]
+    faults[at] = "leave"
+    one = moves(*faults, timeout_s=60.0)
+    begun = time.monotonic()
     assert one.move() is None
+    assert time.monotonic() - begun < 30.0, "nobody waits for the timeout"
     ((member, error),) = one.dropped.items()
-    assert member is one.members[1] and "is gone" in str(error)
+    assert member is one.members[at] and "is gone" in str(error)
     assert one.move() is not None
-    assert [received(one.members[i]) for i in (0, 2)] == [ALL_RECEIVED] * 2
+    assert [received(each) for each in one.members if each is not member] == [ALL_RECEIVED] * 2
+
+
+def test_those_that_reject_what_they_received_are_dropped_together_and_the_others_have_it(moves: Any) -> None:
+    one = moves("reject", None, "reject")
+    assert one.move() is not None and received(one.members[1]) == ALL_RECEIVED
+    assert set(one.dropped) == {one.members[0], one.members[2]}
+    assert all(type(error) is InstanceError and "does not take" in str(error) for error in one.dropped.values())
 
 
 def test_an_error_of_the_stream_itself_ends_the_wait_of_all_and_the_next_move_works(moves: Any) -> None:

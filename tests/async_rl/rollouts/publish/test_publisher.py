@@ -124,19 +124,30 @@ def test_instance_that_hangs_costs_the_timeout_and_leaves_the_pool(well, make_pu
     assert [well[0].sums(), well[1].sums()] == [sums(7.0)] * 2
 
 
-def test_instance_that_stops_amid_the_stream_costs_the_timeout(start_receivers_once, well, make_publisher) -> None:
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_instance_that_stops_amid_the_stream_costs_the_timeout_and_leaves_the_pool_alone(
+    start_receivers_once, well, make_publisher, at: int
+) -> None:
     (stopped,) = start_receivers_once({})
-    publisher, pool = make_publisher(well[0], stopped, timeout_s=3.0)
+    others = [well[0], well[2]]
+    publisher, pool = make_publisher(*others[:at], stopped, *others[at:], timeout_s=3.0)
     publish(publisher, "run-0")
+    is_stopped = False
 
     def stop_amid() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        nonlocal is_stopped
         for number, item in enumerate(stream(8.0)):
-            if number == 1 and pool.members[1].state == "ready":
+            if number == 1 and not is_stopped:
                 stopped.process.send_signal(signal.SIGSTOP)
+                is_stopped = True
             yield item
 
-    assert publisher.publish("run-1", stop_amid).instances == (well[0].url,)
-    assert well[0].sums() == sums(8.0)
+    begun = time.monotonic()
+    assert publisher.publish("run-1", stop_amid).instances == tuple(instance.url for instance in others)
+    assert time.monotonic() - begun < 60.0, "it costs one timeout of 3 s, and 5 s for an answer then"
+    assert [reason == "in service" for reason in reasons(pool)] == [place != at for place in range(3)]
+    assert "did not answer in time" in reasons(pool)[at]
+    assert [instance.sums() for instance in others] == [sums(8.0)] * 2
 
 
 def test_no_instance_left_is_an_error_that_names_each_reason(well, make_publisher) -> None:

@@ -1,11 +1,9 @@
 """The weight transport between real processes on gloo: exact bytes, equal fingerprints, bounded waits."""
 
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection, Listener
 
 import pytest
 import torch
@@ -15,32 +13,10 @@ from async_rl.shared.weights.collectives import make_group
 from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec
 from async_rl.shared.weights.store import StoreServer, join_rendezvous
 from async_rl.shared.weights.stream import WeightGroup, buckets
-from tests.support import stream_receiver
-from tests.support.stream_receiver import HOST, KEY, SECRET, make_tensors
+from tests.support.stream_receiver import HOST, SECRET, make_tensors
+from tests.support.stream_workers import Workers
 
 pytestmark = pytest.mark.distributed
-
-
-class Workers:
-    def __init__(self, number: int, bucket_bytes: int, timeout_s: float = 120.0) -> None:
-        self.world_size = number + 1
-        self.server = StoreServer(HOST, SECRET)
-        self.pipes: list[Connection] = []
-        self.processes = []
-        with Listener(authkey=KEY) as listener:
-            for rank in range(1, self.world_size):
-                numbers = (self.server.port, rank, self.world_size, bucket_bytes, timeout_s)
-                command = [sys.executable, "-m", stream_receiver.__name__, str(listener.address), *map(str, numbers)]
-                self.processes.append(subprocess.Popen(command))
-                self.pipes.append(listener.accept())
-        self.group = WeightGroup(self.server.store(timeout_s), 0, self.world_size, "gloo", timeout_s)
-
-    def tell(self, command: str) -> None:
-        for pipe in self.pipes:
-            pipe.send(command)
-
-    def wait_until_announced(self) -> None:
-        assert not self.group.wait_accepted(120.0)
 
 
 @pytest.mark.parametrize(
