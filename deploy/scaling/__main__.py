@@ -156,6 +156,8 @@ def with_costs(run: Measured, given: Sequence[str]) -> Measured:
                 f"{', '.join(asdict(run.costs))}"
             )
         costs[name] = value
+    if not any(value for name, value in {**asdict(run.costs), **costs}.items() if not name.startswith("slower_")):
+        raise ConfigError("--cost leaves nothing that takes time: leave one out")
     return replace(run, costs=replace(run.costs, **costs), others=tuple(replace(each, **costs) for each in run.others))
 
 

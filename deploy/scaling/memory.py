@@ -99,7 +99,8 @@ class DeviceMemory:
         return "\n".join(
             (
                 "",
-                f"memory, as async-rl check forecasts it: an instance {self.instance_bytes / GIB:.1f} GiB{of_rank}",
+                f"memory, as async-rl check forecasts it: an instance {self.instance_bytes / GIB:.1f} GiB{of_rank}"
+                + ("" if self.fits(num_replicas) else ": no room"),
                 f"layouts of a replica with room in {self.device_bytes / GIB:g} GiB, whose costs calibrate tells:",
                 *layouts,
             )

@@ -275,6 +275,7 @@ def test_the_best_split_of_many_devices_is_found_without_trying_all(
         (["--cost", "publish_s=-1"], "--cost 'publish_s=-1': expected NAME=NUMBER"),
         (["--cost", "step_s=nan"], "the names are step_s, token_s, prompt_token_s"),
         (["--cost", "slower_training=0.5"], "a factor of 1 or more"),
+        ([f"--cost={name}=0" for name in asdict(COSTS) if name[:6] != "slower"], "leaves nothing that takes time"),
         (["-o", "x.svg"], "-o is for --graph CONFIG, or for --devices"),
         (["--devices", "8", "-o", "/dev/null/x.svg"], "cannot be written: Not a directory"),
     ],

@@ -75,6 +75,12 @@ def test_layouts_with_room_are_named(run_dir: Path, capsys: pytest.CaptureFixtur
                 assert forecast(run_dir, **fewer).rank.num_bytes > 60 * GIB
 
 
+def test_the_runs_own_set_up_is_shown_though_it_has_no_room(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for gib, said in ((20, "GiB with replicas: 1: no room\n"), (2000, "GiB with replicas: 1\n")):
+        assert main([str(run_dir), "--device-gib", str(gib)]) == 0
+        assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("gib", "devices", "expected"),
     [
