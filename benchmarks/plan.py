@@ -76,11 +76,7 @@ class Other:
 
 CALIBRATION: dict[str, Mapping[str, object]] = {
     "beside": {},
-    "after": {
-        "train.mode": "synchronous",
-        "prompts.prompts_per_batch": PROMPTS // 2,
-        "inference.max_concurrency": AT_ONCE // 4,
-    },
+    "after": {"train.mode": "synchronous", "prompts.prompts_per_batch": PROMPTS // 2},
 }
 """The runs of `async-rl calibrate`."""
 

@@ -1,8 +1,8 @@
 """`async-rl calibrate CONFIG`: short runs of a config on its own hardware, which tell `async-rl plan` what it costs.
 
-Two, since one leaves open what is whose: one as the config is, and one that trains after the rollouts, has half of the
-prompts, and a quarter of the responses at once. Nothing is evaluated, tracked or kept but their records. Exit codes: 0
-success, 2 a config that cannot run, 128 + N after signal N, otherwise that of the run that failed.
+Two, since one leaves open what is whose: one as the config is, and one that trains after the rollouts and has half of
+the prompts. Nothing is evaluated, tracked or kept but their records. Exit codes: 0 success, 2 a config that cannot
+run, 128 + N after signal N, otherwise that of the run that failed.
 """
 
 import shutil
@@ -38,13 +38,7 @@ def runs_of(config: Config, output: Path, num_iterations: int) -> dict[Path, lis
     """The folder of each run, and the settings that it has in place of the config's."""
     short = [*NOTHING_ELSE, f"--train.iterations={num_iterations}"]
     half = max(1, config.prompts.prompts_per_batch // 2)
-    # Where always as many responses run, a step's own cost is not to be told from theirs.
-    quarter = max(1, config.inference.max_concurrency // 4)
-    after = [
-        "--train.mode=synchronous",
-        f"--prompts.prompts_per_batch={half}",
-        f"--inference.max_concurrency={quarter}",
-    ]
+    after = ["--train.mode=synchronous", f"--prompts.prompts_per_batch={half}"]
     folders = {output / BESIDE: short, output / AFTER: [*short, *after]}
     return {folder: [*settings, f"--run.dir={folder}"] for folder, settings in folders.items()}
 

@@ -27,11 +27,8 @@ def write_run(
     set_up: SetUp = SET_UP,
     num_iterations: int = 12,
     costs: Costs = COSTS,
-    longest: tuple[int, int] = (1, 80),
-    others: int = 20,
 ) -> None:
-    """The records of a run that takes exactly as long as a simulation; each window has one group, and each group three
-    responses of about `others` tokens, and one of at least as many and at most the most of `longest`."""
+    """The records of a run that takes exactly as long as a simulation; each window has one group."""
     config = {
         "run": {"placement": "separate"},
         "train": {"mode": set_up.schedule},
@@ -48,11 +45,11 @@ def write_run(
     with (path / "metrics.jsonl").open("w") as metrics, (path / "timeline.jsonl").open("w") as timeline:
         for iteration in range(num_iterations):
             shapes = [
-                Shape(rng.randint(5, 60), tuple(sorted((rng.randint(*longest) for _ in range(4)), reverse=True)))
+                Shape(rng.randint(5, 60), tuple(sorted((rng.randint(1, 80) for _ in range(4)), reverse=True)))
                 for _ in range(24)
             ]
             # The records have the longest response, and the others' mean.
-            shapes = [replace(shape, response_tokens=(shape.response_tokens[0], *(others,) * 3)) for shape in shapes]
+            shapes = [replace(shape, response_tokens=(shape.response_tokens[0], *(20,) * 3)) for shape in shapes]
             finished, windows = walked(shapes, costs, set_up)
             trained = {index: (start_s, end_s) for index, start_s, end_s in windows}
             record = {
@@ -149,22 +146,6 @@ def test_two_runs_tell_how_much_the_pools_slow_each_other_down(tmp_path: Path) -
         )
     # Alone, the first says nothing of decoding.
     assert measure(paths[0]).costs.slower_decoding == 1.0
-
-
-@pytest.mark.parametrize("at_once", [16, 64])
-def test_fewer_responses_at_once_tell_a_step_from_its_responses(at_once: int, tmp_path: Path) -> None:
-    """As `calibrate` has them; with as many in both runs, all about as long, a step always costs the same."""
-    costs = replace(COSTS, step_s=0.02, token_s=0.0003)
-    for name, set_up in (("beside", SetUp(1, 1, 64, 1)), ("after", SetUp(1, 1, at_once, 1, "synchronous"))):
-        write_run(tmp_path / name, random.Random(len(name)), set_up, costs=costs, longest=(96, 96), others=70)
-    run = measure(tmp_path / "beside", tmp_path / "after")
-    others = [
-        simulate(iteration.shapes, run.costs, set_up).seconds / simulate(iteration.shapes, costs, set_up).seconds
-        for iteration in run.iterations
-        for set_up in (SetUp(1, 1, 16, 1), SetUp(1, 1, 256, 1), SetUp(4, 1, 64, 1))
-    ]
-    off = max(abs(ratio - 1) for ratio in others)
-    assert off < 0.04 if at_once == 16 else off > 0.04
 
 
 def test_what_the_records_do_not_tell_apart_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
