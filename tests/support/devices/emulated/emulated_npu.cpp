@@ -785,6 +785,8 @@ struct HcclWork final : Work {
   std::shared_ptr<Event> end;
   std::string failure;
   bool tells_its_end = false;
+  std::mutex joining;
+  bool is_joined = false;
 
   std::string problem() const {
     if (!failure.empty()) return failure;
@@ -802,12 +804,15 @@ struct HcclWork final : Work {
     return true;
   }
   void synchronize() override { wait_for(here(current), *end); }
-  // For the stream: returns when the results are there.
-  void join() const {
+  // For the stream: returns when the results are there. One thread waits for gloo, whose receives end only once.
+  void join() {
+    std::lock_guard<std::mutex> lock(joining);
+    if (is_joined) return;
     // Most of gloo's work says that it has ended only to who waits for it.
     while (tells_its_end && problem().empty() && !inner->isCompleted()) std::this_thread::sleep_for(std::chrono::microseconds(50));
     TORCH_CHECK(problem().empty(), problem());
     inner->wait();
+    is_joined = true;
   }
 };
 

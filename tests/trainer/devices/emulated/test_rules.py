@@ -1,6 +1,7 @@
 """The rules of the emulated NPU, each with what a program that breaks it gets."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -325,6 +326,19 @@ def test_a_peer_that_sends_nothing_is_the_error_of_who_needs_its_data_when_the_g
     made[1].broadcast([there], dist.BroadcastOptions()).wait()
     with pytest.raises(RuntimeError, match=r"(?i)timed?[ -]?out"):
         there.tolist()
+
+
+@on_emulated_npu
+def test_several_threads_may_wait_for_what_a_peer_sends() -> None:
+    made, there = pair(20), torch.zeros(2, device="npu")
+    made[1].recv([there], 0, 0).wait()
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(torch.accelerator.synchronize) for _ in range(4)]
+        time.sleep(0.5)
+        made[0].send([torch.ones(2, device="npu:1")], 1, 0).wait()
+        torch.accelerator.synchronize(1)
+        [each.result(timeout=10) for each in waiting]
+    assert there.tolist() == [1, 1]
 
 
 @on_emulated_npu
