@@ -105,7 +105,8 @@ def pipeline_of(
 def waves_of(nodes: Sequence[PipelineNode]) -> list[list[PipelineNode]]:
     """The nodes of a checked config, in the order of their calls; those of one wave run beside each other."""
     by_name = {node.name: node for node in nodes}
-    sources = Stage("sources", "", "computation", "producer", (), READABLE)
+    # No node has its name.
+    sources = Stage("", "", "computation", "producer", (), READABLE)
     waves = Pipeline([sources, *map(_of_user, nodes)]).waves if nodes else []
     return [[by_name[stage.name] for stage in wave] for wave in waves if wave != [sources]]
 
@@ -212,8 +213,8 @@ def _require_written(stages: Sequence[Stage], writers: Mapping[str, Stage]) -> N
             if stage.role == "node" and place is not None and place == "trainer":
                 raise ConfigError(
                     f"pipeline.nodes {stage.name!r} reads {name!r}, which the trainer makes after the last node: "
-                    f"expected {_there(writers)}; what needs log-probs of the trainer is an algorithm of your own "
-                    "(algorithms.md)"
+                    f"expected {_there(writers, stage)}; what needs log-probs of the trainer is an algorithm of your "
+                    "own (algorithms.md)"
                 )
             if stage.role == "node" and name == "rollout_logprobs":
                 raise ConfigError(
@@ -224,12 +225,14 @@ def _require_written(stages: Sequence[Stage], writers: Mapping[str, Stage]) -> N
                 meant = f"did you mean {near!r}? " if near else ""
                 raise ConfigError(
                     f"pipeline.nodes {stage.name!r} reads {name!r}, which nothing writes: {meant}expected "
-                    f"{_there(writers)}"
+                    f"{_there(writers, stage)}"
                 )
 
 
-def _there(writers: Mapping[str, Stage]) -> str:
-    of_nodes = [name for name, stage in writers.items() if stage.role == "node" and name not in FOR_TRAINING]
+def _there(writers: Mapping[str, Stage], reader: Stage) -> str:
+    """What a node may read: of other nodes it is what these write."""
+    others = {name: stage for name, stage in writers.items() if stage.role == "node" and stage != reader}
+    of_nodes = [name for name in others if name not in FOR_TRAINING]
     return ", ".join([*READABLE, *of_nodes])
 
 

@@ -54,7 +54,7 @@ def test_the_graph_of_an_algorithm_has_what_the_algorithm_needs(name: str, rng: 
 
 def test_each_stage_follows_what_it_reads_whatever_the_order_of_the_nodes(rng: random.Random) -> None:
     for _ in range(50):
-        names = [f"n{i}" for i in range(rng.randint(1, 8))]
+        names = ["sources", "critic", *(f"n{i}" for i in range(rng.randint(1, 8)))]
         nodes = [node(name, *rng.sample([*READABLE, *names[:i]], rng.randint(1, 3))) for i, name in enumerate(names)]
         rng.shuffle(nodes)
         config = config_of(nodes)
@@ -86,6 +86,7 @@ CRITIC = {"name": "ppo"}
 WRONG: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([node("a", "b"), node("b", "c"), node("c", "a")], {}, "in a circle, a -> .* -> a: each may read only"),
     ([node("a", "a")], {}, "in a circle, a -> a"),
+    ([node("a", "x"), node("b", "prompt")], {}, "reads 'x', which nothing writes: expected .*, reward_parts, b$"),
     ([node("a", "reward")], {}, "reads 'reward', which nothing writes: did you mean 'rewards'.*expected prompt, resp"),
     ([node("rewards", "prompt")], {}, "'rewards' is written by 'reward' and by 'rewards'.*'shaped_rewards'"),
     (
