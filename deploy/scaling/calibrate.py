@@ -20,7 +20,7 @@ from async_rl.shared.programs.command_line import USAGE_ERROR, Parser
 from async_rl.shared.programs.error_text import error_text
 from deploy.cluster.stopping import Stopped, explain_end, stop_on_signals
 from deploy.scaling.__main__ import main as plan
-from deploy.scaling.iterations import FEWEST
+from deploy.scaling.iterations import FEWEST, iterations_of, set_up_of
 
 BESIDE, AFTER = "beside", "after"
 """Folders of the runs: that trains beside the rollouts, and after them."""
@@ -37,7 +37,7 @@ NOTHING_ELSE = (
 def runs_of(config: Config, output: Path, num_iterations: int) -> dict[Path, list[str]]:
     """The folder of each run, and the settings that it has in place of the config's."""
     short = [*NOTHING_ELSE, f"--train.iterations={num_iterations}"]
-    half = max(1, config.prompts.prompts_per_batch // 2)
+    half = max(config.train.steps_per_batch, config.prompts.prompts_per_batch // 2)
     after = ["--train.mode=synchronous", f"--prompts.prompts_per_batch={half}"]
     folders = {output / BESIDE: short, output / AFTER: [*short, *after]}
     return {folder: [*settings, f"--run.dir={folder}"] for folder, settings in folders.items()}
@@ -90,6 +90,12 @@ def main(argv: Sequence[str]) -> int:
                 f"train.mode is {config.train.mode!r} and run.placement {config.run.placement!r}: a plan is of pools "
                 'that work beside each other; take "periodic", and any placement but "turns"'
             )
+        ranks, of_replica = config.trainer.num_local_ranks, config.trainer.ranks_per_replica
+        if ranks != of_replica:
+            raise ConfigError(
+                f"trainer.num_processes is {ranks}, and a replica has {of_replica}: a plan goes by the records of one "
+                f"replica, and says what others take; add --trainer.num_processes {of_replica}"
+            )
         runs = runs_of(config, output, options.iterations)
         for settings in runs.values():
             load_config(options.config, [*parser.overrides, *settings])
@@ -102,12 +108,18 @@ def main(argv: Sequence[str]) -> int:
         command = [sys.executable, "-m", "deploy.local.run", str(options.config), *parser.overrides, *settings]
         began_unix_s = time.time()
         if code := _exit_code_of(command):
-            print(f"async-rl calibrate: {str(output)!r} is not complete: remove it to begin again", file=sys.stderr)
+            if output.exists():
+                print(f"async-rl calibrate: {str(output)!r} is not complete: remove it to begin again", file=sys.stderr)
             return code
         first = next(filter(has_iteration, RunRecords(folder).metrics.new_records()))
         start_s = float(first["started_unix_s"]) - began_unix_s
         print(f"async-rl calibrate: the first iteration began after {start_s:.1f} s", file=sys.stderr)
         shutil.rmtree(folder / "model", ignore_errors=True)
+        try:
+            iterations_of(folder, set_up_of(folder))
+        except ConfigError as error:
+            print(f"async-rl calibrate: {error_text(error)}", file=sys.stderr)
+            return USAGE_ERROR
     shown = ["--json"] if options.json else []
     if options.devices:
         shown.append(f"--devices={options.devices}")

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.config.file import load_config
 from async_rl.shared.locks.run_lock import require_unlocked
-from deploy.scaling.calibrate import main
+from deploy.scaling.calibrate import main, runs_of
 from tests.support import ROOT
+from tests.support.chat_tokenizer import make_chat_model
 
 
 @pytest.fixture
@@ -83,6 +85,40 @@ def test_a_signal_ends_the_run_that_goes_on(config: Path) -> None:
     assert not (folder / "after").exists()
 
 
+def test_each_run_of_a_batch_with_many_steps_has_a_prompt_for_each(config: Path) -> None:
+    words = ["--train.steps_per_batch=3", "--algorithm.old_policy=model"]
+    runs = runs_of(load_config(config, words), config.parent / "runs", 5)
+    prompts = [load_config(config, [*words, *settings]).prompts.prompts_per_batch for settings in runs.values()]
+    assert prompts == [4, 3]
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+def test_a_run_that_tells_no_costs_is_the_last_one(config: Path) -> None:
+    """Rollouts of several turns: what is no plan's run is known after the first of both."""
+    (config.parent / "program.py").write_text(
+        "async def rollout(prompt, policy):\n"
+        "    turn = await policy.generate(prompt.messages, max_tokens=4)\n"
+        "    again = {'role': 'user', 'content': 'again'}\n"
+        "    await policy.generate([*prompt.messages, turn.message, again], max_tokens=4)\n"
+    )
+    command = [sys.executable, "-m", "deploy.scaling.calibrate", "run.toml", "--iterations", "6"]
+    command += ["--model.path", str(make_chat_model(config.parent / "chat")), "--prompts.chat_template", "true"]
+    command += ["--rollout.program", "python:program.py:rollout", "--rollout.options", '{renderer = "qwen3"}']
+    command += ["--rollout.max_response_tokens", "96"]
+    done = subprocess.run(command, cwd=config.parent, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and "answered once in one turn" in done.stderr, done.stderr
+    assert not (config.parent / "run-calibration" / "after").exists()
+
+
+@pytest.mark.distributed
+def test_a_run_that_left_nothing_is_not_to_be_removed(config: Path) -> None:
+    command = [sys.executable, "-m", "deploy.scaling.calibrate", "run.toml", "-o", "/proc/none"]
+    done = subprocess.run(command, cwd=config.parent, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and "run.dir '/proc/none/beside' cannot be made" in done.stderr, done.stderr
+    assert "remove it" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -91,8 +127,7 @@ def test_a_signal_ends_the_run_that_goes_on(config: Path) -> None:
         (["--train.mode", "synchronous"], "train.mode is 'synchronous'"),
         (["-o", "."], "'.' exists: plan from it"),
         (["--train.modes", "x"], "train.mode"),
-        # Half of the prompts are too few.
-        (["--train.steps_per_batch", "4", "--algorithm.old_policy", "model"], "prompts.prompts_per_batch"),
+        (["--trainer.num_processes", "2"], "trainer.num_processes is 2, and a replica has 1: a plan goes by"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(
