@@ -28,6 +28,11 @@ from deploy.scaling.iterations import LARGEST, checkpoint_every
 from deploy.scaling.memory import DeviceMemory
 from deploy.scaling.simulation import ASSUMED, SCHEDULES, Outcome, SetUp
 
+RESTART_S = 120.0
+
+LEAST = 1e-9
+"""Seconds, hours and GiB: less is none of a run, and what is divided by it is no number."""
+
 APART = 1.05
 """Times of a set-up that differ more, by the costs that the records allow, are shown both."""
 
@@ -142,17 +147,19 @@ def with_costs(run: Measured, given: Sequence[str]) -> Measured:
     Raises:
         ConfigError: there is no such cost, or no such number.
     """
-    costs = {}
+    costs: dict[str, float] = {}
     for word in given:
         name, _, text = word.partition("=")
+        if name in costs:
+            raise ConfigError(f"--cost {word!r}: {name} is {costs[name]:g} already: give each cost once")
         least = 1.0 if name.startswith("slower_") else 0.0
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (name in asdict(run.costs) and least <= value <= LARGEST):
+        if not (name in asdict(run.costs) and least <= value <= LARGEST and not 0 < value < LEAST):
             raise ConfigError(
-                f"--cost {word!r}: expected NAME=NUMBER, seconds or a factor of 1 or more; the names are "
+                f"--cost {word!r}: expected NAME=NUMBER, 0 or more seconds, or a factor of 1 or more; the names are "
                 f"{', '.join(asdict(run.costs))}"
             )
         costs[name] = value
@@ -204,7 +211,9 @@ def make_parser() -> Parser:
     parser.add_argument("--prompts", type=int, metavar="N", help="prompts of a batch; by default as many as now")
     parser.add_argument("--responses", type=int, metavar="N", help="responses to a prompt; by default as many as now")
     parser.add_argument("--mtbf-hours", type=float, metavar="H", help="what failures cost, if a device has one every H")
-    parser.add_argument("--restart-s", type=float, default=120.0, metavar="S", help="until it is back, by default 120")
+    parser.add_argument(
+        "--restart-s", type=float, metavar="S", help=f"until it is back, by default {RESTART_S:g}; with --mtbf-hours"
+    )
     parser.add_argument(
         "--cost",
         action="append",
@@ -226,20 +235,14 @@ def parsed(parser: Parser, argv: Sequence[str]) -> Namespace:
     if options.devices and (options.instances or options.replicas):
         parser.error("--devices finds the numbers of instances and replicas itself: leave these out")
     for name in ("mtbf_hours", "restart_s", "device_gib"):
-        if (value := getattr(options, name)) is not None and not 0 < value <= LARGEST:
+        if (value := getattr(options, name)) is not None and not LEAST <= value <= LARGEST:
             parser.error(f"--{name.replace('_', '-')} is {value}: expected a positive number")
-    others = [
-        "--devices",
-        "--instances",
-        "--replicas",
-        "--prompts",
-        "--responses",
-        "--json",
-        "--mtbf-hours",
-        "--device-gib",
-    ]
-    if options.graph and (given := [name for name in others if getattr(options, name[2:].replace("-", "_"))]):
-        parser.error(f"{given[0]} is for the records of a run, and --graph shows a config: leave one of them out")
+    if options.restart_s is not None and options.mtbf_hours is None:
+        parser.error("--restart-s is of failures: add --mtbf-hours, how often a device has one")
+    others = vars(options).keys() - {"run", "graph", "output"}
+    if options.graph and (given := sorted(name for name in others if getattr(options, name))):
+        named = f"--{given[0].replace('_', '-')}"
+        parser.error(f"{named} is for the records of a run, and --graph shows a config: leave one of them out")
     if options.graph and options.run[1:]:
         parser.error(f"{str(options.run[1])!r} is a second config: --graph shows one")
     if not options.graph and parser.overrides:
@@ -272,9 +275,9 @@ def main(argv: Sequence[str]) -> int:
             )
         if options.output:
             _write(options.output, chart.svg_of(batches.by_devices(options.devices)))
-        failures, every = None, checkpoint_every(options.run[0])
+        failures, every, restart_s = None, checkpoint_every(options.run[0]), options.restart_s or RESTART_S
         if options.mtbf_hours:
-            failures = failures_of(run, batches, _best(set_ups), 3600 * options.mtbf_hours, options.restart_s, every)
+            failures = failures_of(run, batches, _best(set_ups), 3600 * options.mtbf_hours, restart_s, every)
     except AsyncRLError as error:
         print(f"async-rl plan: {error_text(error)}", file=sys.stderr)
         return USAGE_ERROR

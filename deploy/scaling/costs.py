@@ -59,9 +59,10 @@ def measure(run_dir: Path, *others: Path) -> Measured:
     Raises:
         ConfigError: one has too few iterations, or they are not such as a simulation knows.
     """
+    set_ups = {path: set_up_of(path) for path in (run_dir, *others)}
     for other in others:
         require_same(run_dir, other)
-    runs = [iterations_of(path, set_up_of(path)) for path in (run_dir, *others)]
+    runs = [iterations_of(path, set_up) for path, set_up in set_ups.items()]
     costs, *nearly = fit([each for iterations in runs for each in iterations[::2]])
     ratios = [
         simulate(each.shapes, costs, each.set_up).seconds / each.record["seconds"]

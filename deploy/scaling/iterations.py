@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 from async_rl.config.sections import CheckpointSection
@@ -27,6 +28,9 @@ NUM_ITERATIONS = 20
 """The last ones, of which every other one is fitted, and the others are compared."""
 
 FEWEST = 4
+
+TOO_LONG = 3.0
+"""Times the median of an iteration that has something in it which no cost is of: a start, a wait for an instance."""
 
 SAME = (
     *(("model", "path"), ("model", "dtype"), ("adapter", "rank"), ("algorithm", "name"), ("inference", "engine")),
@@ -144,7 +148,8 @@ def require_same(run_dir: Path, other: Path) -> None:
 
 
 def iterations_of(run_dir: Path, of_config: tuple[SetUp, int]) -> list[Iteration]:
-    """The last ones with the same number of instances and devices as the very last; the first of a run is left out."""
+    """The last ones with the same number of instances and devices as the very last; the first of a run, and those that
+    are far longer than the others, are left out."""
     run = RunRecords(run_dir)
     needed = (*PARTS, "num_instances", "num_training_devices")
     records = [
@@ -152,7 +157,9 @@ def iterations_of(run_dir: Path, of_config: tuple[SetUp, int]) -> list[Iteration
     ]
     same = ("num_instances", "num_training_devices", "num_inference_devices")
     records = [each for each in records[1:] if all(each.get(name) == records[-1].get(name) for name in same)]
-    chosen = {each["iteration"]: each for each in records[-NUM_ITERATIONS:]}
+    records = records[-NUM_ITERATIONS:]
+    longest_s = TOO_LONG * median([each["seconds"] for each in records] or [0.0])
+    chosen = {each["iteration"]: each for each in records if each["seconds"] <= longest_s}
     set_up, of_replica = of_config
     if records:
         numbers = int(records[-1]["num_instances"]), int(records[-1]["num_training_devices"]) // of_replica
@@ -168,17 +175,19 @@ def iterations_of(run_dir: Path, of_config: tuple[SetUp, int]) -> list[Iteration
     if len(found) < FEWEST:
         raise ConfigError(
             f"{str(run_dir)!r} has {len(found)} iterations to plan with: expected at least {FEWEST} after the first, "
-            "each with the times of all its groups, which were answered once and trained by one replica; run some "
-            "more, with trainer.num_processes of one replica"
+            "with as many instances as the last one has, and the times of all groups, which were answered once in one "
+            "turn and trained by one replica; run some more, with trainer.num_processes of one replica"
         )
     return found
 
 
 def _iteration(record: Record, rows: Sequence[Record], set_up: SetUp) -> Iteration | None:
-    """None if something was interrupted in it, or the times of a trained group are unknown."""
+    """None if something was interrupted in it, or a trained group or its times are unknown, or there twice."""
     if not all(map(_is_plain, rows)):
         return None
     trained = [row for row in rows if row.get("is_trained", True)]
+    if len(trained) != record.get("num_groups", len(trained)):
+        return None
     windows: dict[tuple[float, float], int] = {}
     for row in trained:
         if _has(row, WINDOW):

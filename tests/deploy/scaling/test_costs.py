@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -62,6 +63,7 @@ def write_run(
                 "num_instances": set_up.num_instances,
                 "num_training_devices": 2 * set_up.num_replicas,
                 "num_inference_devices": 2 * set_up.num_instances,
+                "num_groups": len(shapes),
             }
             metrics.write(json.dumps(record) + "\n")
             for index, (shape, finished_s) in enumerate(zip(shapes, finished, strict=True)):
@@ -255,6 +257,12 @@ def test_the_best_split_of_many_devices_is_found_without_trying_all(
         (["--cost", "publish=1"], "--cost 'publish=1': expected NAME=NUMBER"),
         (["--cost", "publish_s=-1"], "--cost 'publish_s=-1': expected NAME=NUMBER"),
         (["--cost", "step_s=nan"], "the names are step_s, token_s, prompt_token_s"),
+        (["--cost", "step_s=1e-320"], "--cost 'step_s=1e-320': expected NAME=NUMBER, 0 or more seconds"),
+        (["--cost", "step_s=1", "--cost", "step_s=2"], "--cost 'step_s=2': step_s is 1 already: give each cost once"),
+        (["--mtbf-hours", "5e-324"], "--mtbf-hours is 5e-324: expected a positive number"),
+        (["--restart-s", "60"], "--restart-s is of failures: add --mtbf-hours"),
+        (["--graph", "--cost", "step_s=1"], "--cost is for the records of a run, and --graph shows a config"),
+        (["/nonexistent"], "'/nonexistent' is not a directory: name the run.dir of a run"),
         (["--cost", "slower_training=0.5"], "a factor of 1 or more"),
         ([f"--cost={name}=0" for name in asdict(COSTS) if name[:6] != "slower"], "leaves nothing that takes time"),
         (["-o", "x.svg"], "-o is for --graph CONFIG, or for --devices"),
@@ -279,6 +287,10 @@ def with_rows(change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Callable
     return break_it
 
 
+def with_lines(path: Path, change: Callable[[list[str]], list[str]]) -> None:
+    (path / "timeline.jsonl").write_text("".join(change((path / "timeline.jsonl").read_text().splitlines(True))))
+
+
 def with_metrics(**changes: Any) -> Callable[[Path], None]:
     def break_it(path: Path) -> None:
         records = [json.loads(line) | changes for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -301,6 +313,11 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda path: (path / "config.json").unlink(), "has no config.json of a run"),
     "no records": (lambda path: (path / "metrics.jsonl").unlink(), "has 0 iterations to plan with"),
     "garbage": (lambda path: (path / "timeline.jsonl").write_text("nothing\n[]\n{}\n"), "has 0 iterations"),
+    "a row twice": (lambda path: with_lines(path, lambda lines: lines + lines[::24]), "has 0 iterations"),
+    "no row of a group": (
+        lambda path: with_lines(path, lambda lines: [line for line in lines if '"index": 5,' not in line]),
+        "has 0 iterations",
+    ),
     "several turns": (with_rows(lambda row: {"num_turns": 9}), "has 0 iterations"),
     "interrupted groups": (with_rows(lambda row: {"attempts": 1 + row["index"] % 2}), "has 0 iterations"),
     "no times": (with_rows(lambda row: {"finished_s": None}), "has 0 iterations"),
@@ -319,6 +336,24 @@ def test_what_is_no_run_to_plan_with_is_named(what: str, run_dir: Path, tmp_path
     break_it(tmp_path / "run")
     with pytest.raises(ConfigError, match=message):
         measure(tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", [6, 7])
+def test_an_iteration_that_waited_for_something_else_tells_nothing_of_costs(
+    number: int, run_dir: Path, tmp_path: Path
+) -> None:
+    """As the first one after a restart, whether or not it is one of those that are fitted."""
+    shutil.copytree(run_dir, tmp_path / "run")
+    times = ("finished_s", "train_started_s", "train_finished_s")
+    is_late = with_rows(lambda row: {name: row[name] + 60 for name in times} if row["iteration"] == number else {})
+    is_late(tmp_path / "run")
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for name in ("seconds", "wait_s"):
+        records[number][name] += 60
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = measure(tmp_path / "run")
+    assert number not in [each.record["iteration"] for each in found.iterations] and len(found.iterations) == 10
+    assert all(0.97 < ratio < 1.03 for ratio in found.ratios), found.ratios
 
 
 def test_odd_values_in_records_are_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,5 +383,6 @@ def test_groups_that_a_selection_left_out_are_sampled_and_not_trained(tmp_path: 
         return {"is_trained": False} | dict.fromkeys(("started_s", "finished_s", "train_started_s", "train_finished_s"))
 
     with_rows(left_out)(tmp_path / "run")
+    with_metrics(num_groups=18)(tmp_path / "run")
     shapes = measure(tmp_path / "run").iterations[0].shapes
     assert [shape.is_trained for shape in shapes].count(False) == 6
