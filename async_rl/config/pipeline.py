@@ -146,9 +146,11 @@ def _sources(program: str, reward: RewardSection) -> list[Stage]:
 
 
 def _of_training(algorithm: AlgorithmSection, written: Set[str]) -> list[Stage]:
-    rewards = SHAPED_REWARDS if SHAPED_REWARDS in written else "rewards"
+    rewards: tuple[str, ...] = (SHAPED_REWARDS if SHAPED_REWARDS in written else "rewards",)
     if algorithm.name == "gdpo":
-        rewards = "reward_parts"
+        rewards = ("reward_parts",)
+    elif algorithm.name == "distillation":
+        rewards = ()
     weights = (ROLLOUT_WEIGHTS,) if ROLLOUT_WEIGHTS in written else ()
     own = tuple(name for name in OF_TOKENS if name in written)
     scored: list[str] = []
@@ -167,16 +169,18 @@ def _of_training(algorithm: AlgorithmSection, written: Set[str]) -> list[Stage]:
         scores("teacher", "teacher", "teacher_logprobs", "its own, fixed")
     shaping = ("ref_logprobs",) if algorithm.kl_coef > 0 and algorithm.kl_in == "reward" else ()
     if algorithm.waits_for_batch:
-        stages.append(Stage("totals", "whole batch", "computation", "trainer", (rewards, *weights), ("totals",)))
-    of_rewards = (rewards, *weights, *shaping, *(["totals"] if algorithm.waits_for_batch else []))
+        stages.append(Stage("totals", "whole batch", "computation", "trainer", (*rewards, *weights), ("totals",)))
+    of_rewards = (*rewards, *weights, *shaping, *(["totals"] if algorithm.waits_for_batch else []))
     if algorithm.traits.values:
         reads = ("prompt", "responses", *of_rewards)
         stages.append(Stage("critic", "critic", "training", "trainer", reads, ("values",), "its own"))
     of_values = ("values",) if algorithm.traits.values else ()
-    stages.append(Stage("advantage", "advantage", "computation", "trainer", (*of_rewards, *of_values), ("advantages",)))
+    advantages = ("advantages",) if of_rewards else ()
+    if advantages:
+        stages.append(Stage("advantage", "advantage", "computation", "trainer", (*of_rewards, *of_values), advantages))
     reported = algorithm.importance != "none" or algorithm.old_policy == "rollout"
     reads = (
-        *("prompt", "responses", "advantages"),
+        *("prompt", "responses", *advantages),
         *(name for name in scored if name not in shaping),
         *(("rollout_logprobs",) if reported else ()),
         *own,

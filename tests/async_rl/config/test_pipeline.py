@@ -46,7 +46,8 @@ def test_the_graph_of_an_algorithm_has_what_the_algorithm_needs(name: str, rng: 
         assert ("critic" in names) == needs.values
         assert ("totals" in names) == needs.totals
         reads = {stage.name: stage.reads for stage in pipeline.stages}
-        assert ("ref_logprobs" in (*reads["advantage"], *reads.get("critic", ()))) >= needs.reward_kl
+        assert ("rewards" in reads.get("advantage", ())) == (name not in ("gdpo", "distillation"))
+        assert ("ref_logprobs" in (*reads.get("advantage", ()), *reads.get("critic", ()))) >= needs.reward_kl
         reported = needs.rollout or config.algorithm.old_policy == "rollout"
         assert ("rollout_logprobs" in reads["policy"]) == reported
         assert ("old" in names) == (config.algorithm.old_policy in ("model", "lagged"))
