@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
         output = options.output or Path(f"{config.run.dir}-calibration")
         if output.exists():
             raise ConfigError(
-                f"{str(output)!r} exists: plan from it, with async-rl plan {output / BESIDE} {output / AFTER}, or name "
-                "another folder with -o"
+                f"{str(output)!r} exists: plan from it, with async-rl plan {output / BESIDE} {output / AFTER}, remove "
+                "it, or name another folder with -o"
             )
         if config.train.mode == "synchronous" or config.run.placement == "turns":
             raise ConfigError(

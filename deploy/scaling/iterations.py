@@ -152,9 +152,13 @@ def iterations_of(run_dir: Path, of_config: tuple[SetUp, int]) -> list[Iteration
     are far longer than the others, are left out."""
     run = RunRecords(run_dir)
     needed = (*PARTS, "num_instances", "num_training_devices")
+    # The wait for an evaluation, which only some have, is no part of what is simulated.
     records = [
-        each for each in run.metrics.new_records() if has_iteration(each) and _has(each, needed) and each["seconds"] > 0
+        {**each, "seconds": each["seconds"] - (number_of(each.get("evaluation_s")) or 0.0)}
+        for each in run.metrics.new_records()
+        if has_iteration(each) and _has(each, needed)
     ]
+    records = [each for each in records if each["seconds"] > 0]
     same = ("num_instances", "num_training_devices", "num_inference_devices")
     records = [each for each in records[1:] if all(each.get(name) == records[-1].get(name) for name in same)]
     records = records[-NUM_ITERATIONS:]

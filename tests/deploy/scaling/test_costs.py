@@ -338,6 +338,19 @@ def test_what_is_no_run_to_plan_with_is_named(what: str, run_dir: Path, tmp_path
         measure(tmp_path / "run")
 
 
+@pytest.mark.parametrize("evaluated", [0, 1])
+def test_waiting_for_evaluations_is_no_part_of_an_iteration(evaluated: int, run_dir: Path, tmp_path: Path) -> None:
+    """Every other iteration has one: all those that are fitted, or none."""
+    shutil.copytree(run_dir, tmp_path / "run")
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for record in records[evaluated::2]:
+        record |= {"evaluation_s": 7.0, "seconds": record["seconds"] + 7.0}
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = measure(tmp_path / "run")
+    assert found.costs.between_s == pytest.approx(COSTS.between_s, rel=0.03)
+    assert all(0.97 < ratio < 1.03 for ratio in found.ratios), found.ratios
+
+
 @pytest.mark.parametrize("number", [6, 7])
 def test_an_iteration_that_waited_for_something_else_tells_nothing_of_costs(
     number: int, run_dir: Path, tmp_path: Path
