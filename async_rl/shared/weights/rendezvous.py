@@ -105,6 +105,10 @@ class Rendezvous:
         store = self._server.store(self._config.timeout_s)
         return [rank for rank in range(1, self._world_size) if not WeightGroup.has_come(store, rank)]
 
+    def late(self) -> list[int]:
+        """The ranks whose members came when another had come and gone, or the sender had given up."""
+        return [rank for rank in self._server.late if rank < self._world_size]
+
     def lost(self) -> list[int]:
         """The ranks whose members have come and ended their connection, the first one first."""
         return [rank for rank in self._server.ended if rank < self._world_size]
@@ -136,6 +140,7 @@ class Rendezvous:
             store = self._server.store(config.timeout_s)
             self.group = WeightGroup(store, 0, self._world_size, self._backend, config.timeout_s, self._device)
         except PublishError as error:
+            self._server.has_lost = True
             self._problem = str(error)
         finally:
             self._ended.set()

@@ -105,7 +105,7 @@ class WeightSender:
     def wait_formed(self, timeout_s: float) -> Forming:
         rendezvous = self._forming
         has_ended = rendezvous.wait(timeout_s)
-        return Forming(has_ended, rendezvous.problem, rendezvous.absent(), rendezvous.lost())
+        return Forming(has_ended, rendezvous.problem, rendezvous.absent(), rendezvous.late(), rendezvous.lost())
 
     def call_off(self, without: Sequence[int]) -> str:
         problem = self._forming.call_off(without)

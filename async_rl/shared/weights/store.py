@@ -191,6 +191,10 @@ class StoreServer:
         self._ranks: set[int] = set()
         self.ended: list[int] = []
         """The ranks whose connections have ended, the first one first."""
+        self.late: list[int] = []
+        """Those that came afterwards."""
+        self.has_lost = False
+        """Whether a connection of a rank has ended, or the host has given up."""
         self._is_closed = False
         try:
             self._listener = listen(address, MAX_STRANGERS)
@@ -273,6 +277,7 @@ class StoreServer:
             if rank is not None:
                 self._values.answer({"op": "set", "key": lost_key(rank), "value": ""})
                 self.ended.append(rank)
+                self.has_lost = True
 
     def _entering(self, key: str, present: int | None) -> int:
         """The rank that a connection becomes, which is `present` so far."""
@@ -281,6 +286,8 @@ class StoreServer:
             if found is None or present is not None or int(found[1]) in self._ranks:
                 raise PublishError(f"this member cannot be the one of {key!r}, which is taken or none of a rank")
             self._ranks.add(int(found[1]))
+            if self.has_lost:
+                self.late.append(int(found[1]))
         return int(found[1])
 
 

@@ -22,10 +22,12 @@ from typing import Any, TypeVar
 import torch
 
 from async_rl.errors import PublishError
+from async_rl.shared.protocol.group_errors import BROKE
 from async_rl.shared.weights.changes import WORTH, LastSent, apply, front
 from async_rl.shared.weights.collectives import NUM_IN_FLIGHT, Collectives, current_device, open_collectives
 from async_rl.shared.weights.fingerprint import TensorSpec, fingerprint_on
 from async_rl.shared.weights.ipc import HandOver
+from async_rl.shared.weights.pulse import Pulse
 from async_rl.shared.weights.store import RendezvousStore
 from async_rl.shared.weights.store_wire import NotInvited
 
@@ -138,6 +140,7 @@ class WeightGroup:
         """Sender: of the last stream, to each receiver."""
         self._num_bytes_of_changes: int | None = None
         """Receiver: what the sender has said of the update that it announced last."""
+        self._pulse = Pulse(timeout_s)
         try:
             if rank:
                 store.enter_as(rank)
@@ -154,8 +157,8 @@ class WeightGroup:
             store.close()
             kind = NotInvited if isinstance(error, NotInvited) else PublishError
             raise kind(
-                f"not all {world_size} members of the weight group met within {timeout_s:g} s, this one at "
-                f"{store.address}: {error}"
+                f"{self._pulse.said()}not all {world_size} members of the weight group met within {timeout_s:g} s, this "
+                f"one at {store.address}: {error}"
             ) from error
 
     @property
@@ -178,6 +181,7 @@ class WeightGroup:
                 is contiguous. Without it, it is sent all.
         """
         self._num_updates += 1
+        self._pulse.begin()
         try:
             self._store.set(self._ready(rank), holds)
             said, self._num_words = WAIT, 0
@@ -188,7 +192,8 @@ class WeightGroup:
                 self._num_words += 1
             self._num_bytes_of_changes = int(said.removeprefix(CHANGES)) if said.startswith(CHANGES) else None
         except PublishError as error:
-            raise PublishError(f"the weight broadcast broke: {error}") from error
+            raise self._broken(f": {error}") from error
+        self._pulse.is_at_work(since_last=False)
 
     def wait_accepted(self, timeout_s: float) -> list[int]:
         """Sender: waits until all ranks have announced the next update, at most `timeout_s`; returns the others."""
@@ -211,6 +216,7 @@ class WeightGroup:
         """
         self._num_updates += 1
         self._num_words = 0
+        self._pulse.begin()
         try:
             if last is None:
                 return self._send_all(stream, bucket_bytes)
@@ -367,20 +373,24 @@ class WeightGroup:
         self._collectives.close()
 
     def _start(self, data: torch.Tensor, specs: list[TensorSpec]) -> _Message:
+        self._pulse.is_at_work(since_last=True)
         try:
             return _Message(self._collectives.broadcast(data), data, specs)
         except (RuntimeError, PublishError) as error:
-            raise PublishError(f"the weight broadcast broke: {error}") from error
+            raise self._broken(f": {error}") from error
 
     def _wait(self, message: _Message) -> None:
+        self._pulse.is_at_work(since_last=True)
         started = time.monotonic()
         try:
             self._collectives.wait(message.work)
         except RuntimeError as error:
             waited = time.monotonic() - started
-            raise PublishError(
-                f"the weight broadcast broke after {waited:.1f} s (timeout {self._timeout_s:g} s): {error}"
-            ) from error
+            raise self._broken(f" after {waited:.1f} s (timeout {self._timeout_s:g} s): {error}") from error
+        self._pulse.is_at_work(since_last=False)
+
+    def _broken(self, how: str) -> PublishError:
+        return PublishError(f"{self._pulse.said()}{BROKE}{how}")
 
 
 def _bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
