@@ -4,9 +4,10 @@ Script keys, besides those of scripted_instance.py: refuse = route that returns 
 die = route that ends the process, before the group (init), before the stream (update) or in it (receive);
 broken_groups: the number of groups in whose rendezvous it is lost; fingerprint: the one it claims to have received;
 shift: added to the log-probs of its responses, as if it computed with other weights; lie: one of `LIES`, which it
-tells as it receives; stall: [place, seconds or null], its whole process stands still once there: before it comes to a
-group (come) or when it has (meet), before the stream (update), at its first tensor (first), amid it (amid), when it has
-all (answer), when it is to serve it (finish); "busy" in place of "amid" is one that only stops receiving.
+tells as it receives; poses: it comes to its group as another member; stall: [place, seconds or null], its process
+stands still once there: before it comes to a group (come) or when it has (meet), before the stream (update), at its
+first tensor (first), amid it (amid), when it has all (answer), when it is to serve it (finish); at "busy" it goes on,
+and receives nothing.
 """
 
 import asyncio
@@ -69,10 +70,9 @@ class ReceivingInstance(Instance):
         return refusal(500, f"{route} is refused") if self.script.get("refuse") == route else None
 
     def stall(self, place: str) -> None:
-        at, seconds = self.script.get("stall") or (None, None)
-        if at != place:
+        if (self.script.get("stall") or [None])[0] != place:
             return
-        self.script["stall"] = None
+        (_, seconds), self.script["stall"] = self.script["stall"], None
         if place == "busy":
             time.sleep(seconds)
             return
@@ -133,7 +133,8 @@ class ReceivingInstance(Instance):
             self.script["broken_groups"] -= 1
             store = lose(store)
         store = before_addresses(store, lambda: self.stall("meet"))
-        return WeightGroup(store, info["rank_offset"], info["world_size"], info["backend"], info["timeout_s"])
+        rank = self.others[0] if self.script.get("poses") else info["rank_offset"]
+        return WeightGroup(store, rank, info["world_size"], info["backend"], info["timeout_s"])
 
     async def start(self, request: web.Request) -> web.Response:
         if refused := await self.fate("start"):

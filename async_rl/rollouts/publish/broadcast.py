@@ -80,19 +80,7 @@ class Broadcast:
                 self._unexplained = []
                 return sent
             known = None if sent.failed is None else self._owners[sent.failed]
-            failures = self._break_off(calls)
-            if known is not None or not failures:
-                suspects = list(members) if known is None else [known]
-                claim = "it answered that it had received all before all was sent"
-                failures = {m: failures.get(m, InstanceError(f"instance {m.url}: {claim}")) for m in suspects}
-            else:
-                in_order = [*(member for member in lost if member in failures), *failures]
-                own = [member for member in in_order if BROKE not in str(failures[member])]
-                suspects = own[:1] or _who_stood_still(failures, sent.problem or "")
-                if not suspects and self._tries_again(members, sent.problem or ""):
-                    return None
-                suspects = suspects or in_order[:1]
-            self._drop_guilty(failures, suspects, sent.problem or "")
+            self._drop_breaker(members, self._break_off(calls), known, lost, sent.problem or "")
             return None
         finally:
             if calls.cancel():
@@ -254,6 +242,35 @@ class Broadcast:
         self._leave()
         return calls.settle(ANSWER_MARGIN_S)
 
+    def _drop_breaker(
+        self,
+        members: Sequence[Member],
+        failures: Mapping[Member, InstanceError],
+        known: Member | None,
+        lost: Sequence[Member],
+        problem: str,
+    ) -> None:
+        """Drops those that broke a group amid a stream; nobody, where nothing tells who that was, the first time.
+
+        Args:
+            failures: of all updates, the earliest first.
+            known: whom the sender names.
+            lost: those whose connections ended before the rest was ended, the first one first.
+            problem: why the sender ended the stream.
+        """
+        if not failures or (known is not None and not stood_still_s(problem)):
+            suspects = list(members) if known is None else [known]
+            claim = "it answered that it had received all before all was sent"
+            failures = {m: failures.get(m, InstanceError(f"instance {m.url}: {claim}")) for m in suspects}
+        else:
+            in_order = [*(member for member in lost if member in failures), *failures]
+            own = [member for member in in_order if BROKE not in str(failures[member])]
+            suspects = own[:1] or _who_stood_still(failures, problem)
+            if not suspects and self._tries_again(members, problem):
+                return
+            suspects = suspects or in_order[:1]
+        self._drop_guilty(failures, suspects, problem)
+
     def _tries_again(self, members: Sequence[Member], problem: str) -> bool:
         """Whether nobody is left out of a group that ran out of time, though no instance stood still: the first time.
 
@@ -262,11 +279,13 @@ class Broadcast:
         """
         is_first, self._unexplained = self._unexplained != list(members), list(members)
         if is_first:
-            logger.warning("the weight group ran out of time, and no instance stood still: it is tried again: %s", problem)
+            logger.warning(
+                "the weight group ran out of time, no instance stood still, all are tried again: %s", problem
+            )
         elif stood_still_s(problem):
             raise PublishError(
-                f"the weight group broke twice because the trainer itself did nothing for it: {problem}; give each step "
-                "more time (publish.timeout_s)"
+                f"the weight group broke twice because the trainer did nothing for it: {problem}; give each step more "
+                "time (publish.timeout_s)"
             )
         return is_first
 

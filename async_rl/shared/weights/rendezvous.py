@@ -1,7 +1,7 @@
 """The weight group of one trainer and a given set of instances, with the store of its rendezvous.
 
 The store's server is separate from the group's own store client, so that closing it ends every member's wait at once,
-on the instances as well as here. Each group has a secret of its own, which the invitations carry.
+on the instances as well as here. Each instance has a secret of its own in each group, which its invitation carries.
 """
 
 import secrets
@@ -63,8 +63,10 @@ class Rendezvous:
         self._address = address
         self._config = config
         self._backend = backend
-        self._secret = secrets.token_hex()
-        self._server = StoreServer(address, self._secret)
+        self._secrets = [secrets.token_hex() for _ in sizes]
+        self._server = StoreServer(
+            address, [secret for secret, size in zip(self._secrets, sizes, strict=True) for _ in range(size)]
+        )
         self.group: WeightGroup | None = None
         """The group, once it is formed and until `close`."""
         self._problem = "called off"
@@ -80,7 +82,7 @@ class Rendezvous:
                 {
                     "master_address": self._address,
                     "master_port": self._server.port,
-                    "secret": self._secret,
+                    "secret": secret,
                     "rank_offset": offset,
                     "world_size": self._world_size,
                     "backend": self._backend,
@@ -88,7 +90,7 @@ class Rendezvous:
                     "timeout_s": config.timeout_s,
                 }
             )
-            for offset in self._offsets
+            for secret, offset in zip(self._secrets, self._offsets, strict=True)
         ]
 
     def wait(self, timeout_s: float) -> bool:

@@ -157,8 +157,8 @@ class WeightGroup:
             store.close()
             kind = NotInvited if isinstance(error, NotInvited) else PublishError
             raise kind(
-                f"{self._pulse.said()}not all {world_size} members of the weight group met within {timeout_s:g} s, this "
-                f"one at {store.address}: {error}"
+                f"{self._pulse.said()}not all {world_size} members of the weight group met within {timeout_s:g} s, "
+                f"this one at {store.address}: {error}"
             ) from error
 
     @property

@@ -35,7 +35,7 @@ def share_of_forecast(number: int, publish: Callable[[WeightGroup, list[torch.Te
         for name in names:
             setattr(module, name, getattr(module, name) // SCALE)
     npu: Any = torch.get_device_module("npu")
-    group = WeightGroup(StoreServer("127.0.0.1", "s" * 32).store(60), 0, 1, "hccl", 60, torch.device("npu", 0))
+    group = WeightGroup(StoreServer("127.0.0.1", []).store(60), 0, 1, "hccl", 60, torch.device("npu", 0))
     weights = [torch.ones(spec.shape, dtype=torch.uint8, device="npu") for spec in SPECS]
     before = npu.memory_allocated()
     npu.reset_peak_memory_stats()
