@@ -17,8 +17,9 @@ from async_rl.errors import PublishError
 from async_rl.shared.net.local_address import addresses_of, is_loopback
 from async_rl.shared.protocol.inference import InitInfo
 from async_rl.shared.weights.collectives import current_device
+from async_rl.shared.weights.messages import bucket_bytes_of
 from async_rl.shared.weights.store import StoreServer
-from async_rl.shared.weights.stream import WeightGroup, bucket_bytes_of
+from async_rl.shared.weights.stream import WeightGroup
 
 COMING_TIMEOUT_S = 2.0
 POLL_S = 0.01

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import Store
 
 from async_rl.errors import PublishError
-from async_rl.shared.weights.store_wire import PROOF_BYTES, admit, enter, listen, receive_frame, send_frame, shown, shut
+from async_rl.shared.weights import store_wire
+from async_rl.shared.weights.store_wire import admit, enter, listen, receive_frame, send_frame, shut
 
 Request = Mapping[str, Any]
 """`op`, and its arguments: `key` or `keys`, `value` as hex digits, `timeout_s`."""
@@ -29,8 +31,8 @@ Request = Mapping[str, Any]
 WRITING = frozenset({"set", "add", "compare_set"})
 
 OWNED = re.compile(r"(?:present|update/\d+|ipc/acknowledged/\d+|\d+)/(\d+)|ipc/.*|update/.*|lost/.*|\d+", re.DOTALL)
-"""Keys that only the rank in them may write, and those that only the host may. Of torch's own groups, each rank of gloo
-has its address at 0/rank, and the host the id by which those of nccl and hccl find each other at 0."""
+"""Keys that only the rank in them may write, and those that only the host may. Each rank of gloo has its address at
+0/rank; where those of nccl and hccl meet, the host says at 0."""
 
 PROOF_TIMEOUT_S = 5.0
 """How long an unauthenticated connection may stay open."""
@@ -166,11 +168,7 @@ class RendezvousStore(Store):
         self._ask({"op": "set_at_end", "key": lost_key(rank)})
 
     def proofs(self) -> tuple[bytes, bytes]:
-        """What this rank shows each rank in turn, its own too, and what each shows this one; `PROOF_BYTES` each.
-
-        Raises:
-            PublishError: the connection is that of no rank.
-        """
+        """What this rank shows each rank in turn, and what each shows this one: `PROOF_BYTES` each, also of itself."""
         shows, expects = self._ask({"op": "proofs"})
         return bytes.fromhex(shows), bytes.fromhex(expects)
 
@@ -184,8 +182,7 @@ class StoreServer:
 
     Args:
         address: of this host; the only one it listens on.
-        secrets_of_ranks: of each rank from 1 on; the workers of one instance have the same. A client that proves to
-            know one is a member, of one of its ranks.
+        secrets_of_ranks: from 1 on, one for the workers of an instance. Who proves to know it is one of its ranks.
 
     Raises:
         PublishError: it is not an address of this host.
@@ -194,7 +191,7 @@ class StoreServer:
     def __init__(self, address: str, secrets_of_ranks: Sequence[str]) -> None:
         self._address = address
         self._secrets = dict(enumerate(secrets_of_ranks, start=1))
-        self._key = secrets.token_bytes(PROOF_BYTES)
+        self._key = secrets.token_bytes(store_wire.PROOF_BYTES)
         self._values = _Values()
         self._lock = threading.Lock()
         # In the order in which they came.
@@ -203,10 +200,10 @@ class StoreServer:
         self._ranks: set[int] = set()
         self.ended: list[int] = []
         """The ranks whose connections have ended, the first one first."""
-        self.late: list[int] = []
-        """Those that came afterwards."""
         self.has_lost = False
-        """Whether a connection of a rank has ended, or the host has given up."""
+        """Whether there is one, or the host has given up."""
+        self.late: list[int] = []
+        """The ranks that came afterwards."""
         self._is_closed = False
         try:
             self._listener = listen(address, MAX_STRANGERS)
@@ -219,9 +216,8 @@ class StoreServer:
 
     def store(self, timeout_s: float) -> RendezvousStore:
         """The host's own client."""
-        return RendezvousStore(
-            lambda request: self._answer(request, 0), self._address, timeout_s, lambda: self._is_closed
-        )
+        ask = partial(self._answer, rank=0)
+        return RendezvousStore(ask, self._address, timeout_s, lambda: self._is_closed)
 
     def close(self) -> None:
         """Ends all waits and connections; a second call does nothing."""
@@ -294,15 +290,11 @@ class StoreServer:
                 self.has_lost = True
 
     def _answer(self, request: Request, rank: int | None) -> Any:
-        return self._proofs(rank) if request["op"] == "proofs" else self._values.answer(request)
-
-    def _proofs(self, rank: int | None) -> list[str]:
+        if request["op"] != "proofs":
+            return self._values.answer(request)
         if rank is None:
             raise PublishError("this connection is that of no rank of the weight group")
-        ranks = range(len(self._secrets) + 1)
-        shows = [shown(self._key, rank, other) for other in ranks]
-        expects = [shown(self._key, other, rank) for other in ranks]
-        return [b"".join(shows).hex(), b"".join(expects).hex()]
+        return store_wire.proofs_of(self._key, rank, len(self._secrets) + 1)
 
     def _entering(self, key: str, present: int | None, its_ranks: Collection[int]) -> int:
         """The rank that a connection becomes, which is `present` so far."""

@@ -110,9 +110,15 @@ def shut(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def shown(key: bytes, rank: int, to: int) -> bytes:
-    """What a rank shows another one over connections of their own, under a key that only the host has."""
-    return hmac.digest(key, f"rank {rank} to {to}".encode(), "sha256")
+def proofs_of(key: bytes, rank: int, world_size: int) -> list[str]:
+    """What a rank shows each rank over a connection of their own, and what each shows it, under a key that only the
+    host has: hex digits."""
+
+    def joined(pairs: Iterable[tuple[int, int]]) -> str:
+        return b"".join(hmac.digest(key, f"rank {of} to {to}".encode(), "sha256") for of, to in pairs).hex()
+
+    others = range(world_size)
+    return [joined((rank, other) for other in others), joined((other, rank) for other in others)]
 
 
 def _proof(secret: str, role: str, of_host: bytes, of_member: bytes) -> bytes:

@@ -11,8 +11,9 @@ import torch
 from async_rl.errors import ConfigError, PublishError
 from async_rl.shared.weights.collectives import make_group
 from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec
+from async_rl.shared.weights.messages import buckets
 from async_rl.shared.weights.store import StoreServer, join_rendezvous
-from async_rl.shared.weights.stream import WeightGroup, buckets
+from async_rl.shared.weights.stream import WeightGroup
 from tests.support.stream_receiver import HOST, SECRET, make_tensors
 from tests.support.stream_workers import Workers
 
