@@ -37,8 +37,8 @@ from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.publish.publisher import Publisher
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights.fingerprint import TensorSpec
+from async_rl.shared.weights.messages import BUCKET_BYTES
 from async_rl.shared.weights.sender import WeightSender, WeightSource
-from async_rl.shared.weights.stream import BUCKET_BYTES
 from benchmarks.common.bare_broadcast import TIMEOUT_S, BareBroadcast
 from benchmarks.common.random_model import save_random_qwen3, step
 from benchmarks.common.running_instance import running_instance

@@ -42,7 +42,7 @@ class BareBroadcast:
 
     def __init__(self, num_receivers: int, num_bytes: int, bucket_bytes: int) -> None:
         world_size = num_receivers + 1
-        self._server = StoreServer(HOST, SECRET)
+        self._server = StoreServer(HOST, [SECRET] * num_receivers)
         spawn = multiprocessing.get_context("spawn")
         arguments = (world_size, num_bytes, bucket_bytes)
         self._processes = [

@@ -36,7 +36,7 @@ def measure_publish(specs: Sequence[TensorSpec], make_stream: MakeStream, backen
     """
     if backend == "nccl" and torch.cuda.device_count() < 2:
         return {"skipped": "NCCL needs a GPU for each end, and this machine has one"}
-    server = StoreServer(HOST, SECRET)
+    server = StoreServer(HOST, [SECRET])
     command = [sys.executable, "-m", "benchmarks.gpu.publish", str(server.port), backend, str(repeats + 1)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as receiver:
         try:

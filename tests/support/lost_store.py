@@ -1,7 +1,7 @@
 """Stores of members of a rendezvous that have a fault there."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from async_rl.errors import PublishError
@@ -11,27 +11,28 @@ from async_rl.shared.weights.store import RendezvousStore
 def lose(store: RendezvousStore) -> RendezvousStore:
     """The same store, which tells it who has come, and takes its address, but gives no other's: the member is lost in
     the midst of the rendezvous."""
-    ask = store._ask
 
-    def ask_no_more(request: Mapping[str, Any]) -> Any:
-        if request["op"] in ("get", "wait") and not all(key.startswith("present/") for key in _keys_of(request)):
-            raise PublishError("the connection was reset")
-        return ask(request)
+    def lost() -> None:
+        raise PublishError("the connection was reset")
 
-    store._ask = ask_no_more
-    return store
+    return before_addresses(store, lost)
 
 
 def slow(store: RendezvousStore) -> RendezvousStore:
     """The same store, which takes half a second to tell it anything but who has come."""
+    return before_addresses(store, lambda: time.sleep(0.5))
+
+
+def before_addresses(store: RendezvousStore, act: Callable[[], object]) -> RendezvousStore:
+    """The same store, which calls `act` whenever it is asked for anything but who has come."""
     ask = store._ask
 
-    def ask_slowly(request: Mapping[str, Any]) -> Any:
+    def ask_after(request: Mapping[str, Any]) -> Any:
         if request["op"] in ("get", "wait") and not all(key.startswith("present/") for key in _keys_of(request)):
-            time.sleep(0.5)
+            act()
         return ask(request)
 
-    store._ask = ask_slowly
+    store._ask = ask_after
     return store
 
 

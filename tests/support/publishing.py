@@ -94,6 +94,7 @@ class Publishing:
         snapshot_dir: Path | None = None,
         canary: Canary | None = None,
         source: WeightSource | None = None,
+        specs: Sequence[TensorSpec] = SPECS,
         through: Sender | None = None,
         probes: bool = True,
         takes_turns: bool = False,
@@ -101,7 +102,8 @@ class Publishing:
     ) -> tuple[StreamPublisher, InferencePool]:
         """`options` are settings of the publish section; late joiners are admitted if the options allow it.
 
-        `source`: what is published, in place of what each call gives. `through`: a sender that is there already.
+        `source`: what is published, in place of what each call gives, whose tensors are `specs`. `through`: a sender
+        that is there already.
         """
         urls = tuple(instance.url for instance in instances)
         pool_section = PoolSection(instances=urls, fleet_address="127.0.0.1:1", timeout_s=20.0)
@@ -120,7 +122,7 @@ class Publishing:
         def score_of_call(*given: Any) -> Any:
             return publisher.score(*given)
 
-        sender = WeightSender(source or WeightSource(SPECS, stream_of_call, score_of_call), config, "run")
+        sender = WeightSender(source or WeightSource(specs, stream_of_call, score_of_call), config, "run")
         publisher = StreamPublisher(
             pool,
             self._loop,

@@ -4,13 +4,19 @@ Script keys, besides those of scripted_instance.py: refuse = route that returns 
 die = route that ends the process, before the group (init), before the stream (update) or in it (receive);
 broken_groups: the number of groups in whose rendezvous it is lost; fingerprint: the one it claims to have received;
 shift: added to the log-probs of its responses, as if it computed with other weights; lie: one of `LIES`, which it
-tells as it receives.
+tells as it receives; poses: it comes to its group as another member; stall: [place, seconds or null], its process
+stands still once there: before it comes to a group (come) or when it has (meet), before the stream (update), at its
+first tensor (first), amid it (amid), when it has all (answer), when it is to serve it (finish); at "busy" it goes on,
+and receives nothing.
 """
 
 import asyncio
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +30,7 @@ from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec
 from async_rl.shared.weights.snapshot import read_snapshot
 from async_rl.shared.weights.store import join_rendezvous
 from async_rl.shared.weights.stream import WeightGroup
-from tests.support.lost_store import lose
+from tests.support.lost_store import before_addresses, lose
 from tests.support.scripted_instance import Instance, refusal, serve
 
 
@@ -62,6 +68,17 @@ class ReceivingInstance(Instance):
         if self.script.get("hang") == route:
             await asyncio.sleep(3600)
         return refusal(500, f"{route} is refused") if self.script.get("refuse") == route else None
+
+    def stall(self, place: str) -> None:
+        if (self.script.get("stall") or [None])[0] != place:
+            return
+        (_, seconds), self.script["stall"] = self.script["stall"], None
+        if place == "busy":
+            time.sleep(seconds)
+            return
+        if seconds is not None:
+            subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     async def get_world_size(self, request: web.Request) -> web.Response:
         return web.json_response({"world_size": 1})
@@ -110,11 +127,14 @@ class ReceivingInstance(Instance):
 
     def join(self) -> WeightGroup:
         info = self.init
+        self.stall("come")
         store = join_rendezvous(info["master_address"], info["master_port"], info["secret"], info["timeout_s"])
         if self.script.get("broken_groups", 0) > 0:
             self.script["broken_groups"] -= 1
             store = lose(store)
-        return WeightGroup(store, info["rank_offset"], info["world_size"], info["backend"], info["timeout_s"])
+        store = before_addresses(store, lambda: self.stall("meet"))
+        rank = self.others[0] if self.script.get("poses") else info["rank_offset"]
+        return WeightGroup(store, rank, info["world_size"], info["backend"], info["timeout_s"])
 
     async def start(self, request: web.Request) -> web.Response:
         if refused := await self.fate("start"):
@@ -131,6 +151,7 @@ class ReceivingInstance(Instance):
         if refused := await self.fate("update"):
             self.updating = False
             return refused
+        self.stall("update")
         try:
             await asyncio.to_thread(self.receive, info)
         except PublishError as error:
@@ -156,12 +177,16 @@ class ReceivingInstance(Instance):
             assert self.group is not None
             self.group.announce(self.init["rank_offset"])
             tensors = self.group.receive(specs, self.init["bucket_bytes"])
-        for spec, tensor in tensors:
+        for number, (spec, tensor) in enumerate(tensors):
             if self.script.get("die") == "receive":
                 os._exit(1)
+            if number in (0, len(specs) // 2):
+                self.stall("amid" if number else "first")
+                self.stall("busy")
             fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
             self.sums.append(float(tensor.double().sum()))
         self.fingerprint = fingerprint.hexdigest()
+        self.stall("answer")
 
     def tell(self, *requests: dict[str, Any]) -> None:
         """Says something in the store of its weight group; goes on whatever that answers."""
@@ -177,6 +202,7 @@ class ReceivingInstance(Instance):
     async def finish(self, request: web.Request) -> web.Response:
         if refused := await self.fate("finish"):
             return refused
+        self.stall("finish")
         if not self.updating:
             return refusal(500, "no update was started")
         self.updating = False

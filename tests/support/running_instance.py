@@ -78,7 +78,7 @@ class TrainerSide:
         self.threads = ThreadPoolExecutor(len(instances))
         world_size = len(instances) + 1
         secret = secrets.token_hex()
-        self.server = StoreServer("127.0.0.1", secret)
+        self.server = StoreServer("127.0.0.1", [secret] * len(instances))
         info = {
             "master_address": "127.0.0.1",
             "master_port": self.server.port,

@@ -7,8 +7,9 @@ import torch
 
 from async_rl.errors import PublishError
 from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec
+from async_rl.shared.weights.messages import ALONE_BYTES
 from async_rl.shared.weights.store import join_rendezvous
-from async_rl.shared.weights.stream import ALONE_BYTES, WeightGroup
+from async_rl.shared.weights.stream import WeightGroup
 
 HOST = "127.0.0.1"
 SECRET = "of this meeting"

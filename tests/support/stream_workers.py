@@ -15,7 +15,7 @@ class Workers:
 
     def __init__(self, number: int, bucket_bytes: int, timeout_s: float = 120.0) -> None:
         self.world_size = number + 1
-        self.server = StoreServer(HOST, SECRET)
+        self.server = StoreServer(HOST, [SECRET] * number)
         self.pipes: list[Connection] = []
         self.processes = []
         with Listener(authkey=KEY) as listener:

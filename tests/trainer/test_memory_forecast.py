@@ -29,7 +29,7 @@ from async_rl.checks.preflight.model import read_shape
 from async_rl.method.types import Group
 from async_rl.shared import delta_rule
 from async_rl.shared.model_shape import ModelShape
-from async_rl.shared.weights import ipc, stream
+from async_rl.shared.weights import ipc, messages
 from inference_service.engine import cache_size, kv_store, segments
 from inference_service.engine.kv_store import KVStore
 from tests.support.groups import random_group
@@ -301,7 +301,7 @@ def test_constants_that_the_forecast_repeats_are_those_of_trainer_and_engine() -
     assert training_memory.CHUNK_BYTES == logprobs.CHUNK_BYTES
     assert training_memory.PARCEL_BYTES == weight_export.PARCEL_BYTES
     assert training_memory.DELTA_CHUNK_ROWS == delta_rule.CHUNK_ROWS
-    of_group, of_ipc = stream.bucket_bytes_of("nccl"), stream.bucket_bytes_of(ipc.ipc_backend("nccl"))
+    of_group, of_ipc = messages.bucket_bytes_of("nccl"), messages.bucket_bytes_of(ipc.ipc_backend("nccl"))
     assert {"broadcast": of_group, "changes": of_group, "ipc": of_ipc} == memory.MESSAGE_BYTES
     assert ipc.PIECE_BYTES == memory.IPC_BUFFER_BYTES
     assert instance_memory.PREFILL_TOKENS == cache_size.PREFILL_TOKENS

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from async_rl.checks.preflight.model import CHECKPOINT_FILES
 from async_rl.checks.preflight.weight_files import INDEX_FILE, SINGLE_FILE, stored_tensors
 from async_rl.shared.files import replace_directory, write_failed
-from async_rl.shared.weights.stream import buckets
+from async_rl.shared.weights.messages import buckets
 from trainer.hf.weight_export import WeightExport
 from trainer.hf.weight_map import constants
 from trainer.model.adapters import rounded_away

@@ -17,7 +17,7 @@ FRAGMENTATION = 0.05
 """Of all that a process has on a device: what its allocator holds and cannot use, an assumption."""
 
 MESSAGE_BYTES = {"broadcast": 320 * MIB, "changes": 320 * MIB, "ipc": 64 * MIB}
-"""Between devices, by `publish.transport`: `bucket_bytes_of` in `shared/weights/stream.py`, which needs torch; a test
+"""Between devices, by `publish.transport`: `bucket_bytes_of` in `shared/weights/messages.py`, which needs torch; a test
 compares them."""
 
 IPC_BUFFER_BYTES = 64 * MIB

@@ -3,8 +3,11 @@
     form the weight group, unless the present one is still right -> all instances receive, the sender broadcasts
 
 An instance that breaks the group is named and left out; the caller then tries again with the rest, in a new group.
+Where time ran out, it is the one that says it stood still: others wait for their neighbours, who wait for theirs. If
+none does, as where a network was slow, nobody is left out the first time.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
@@ -16,8 +19,11 @@ from async_rl.rollouts.publish.instance_calls import InstanceCalls
 from async_rl.rollouts.publish.instance_update import ANSWER_MARGIN_S, receive
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.programs.nccl_package import MATCHING
+from async_rl.shared.protocol.group_errors import BROKE, stood_still_s
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from async_rl.shared.protocol.sender import Sender, Sent
+
+logger = logging.getLogger(__name__)
 
 Drop = Callable[[Mapping[Member, InstanceError]], None]
 """Takes instances out of the publish, each with its error."""
@@ -42,14 +48,17 @@ class Broadcast:
         self._drop = drop
         self._owners: dict[int, Member] = {}
         """Of the formed weight group: the instance that each rank from 1 on belongs to."""
+        self._unexplained: list[Member] = []
+        """With whom the last group broke, if nobody was left out for it."""
 
     def move(self, members: Sequence[Member], info: UpdateInfo, version: str) -> Sent | None:
         """One attempt to send the stream to all of `members`; None if the group broke.
 
-        Drops the instances that prevented it, at least one, and those that failed without affecting the others.
+        Drops the instances that prevented it, and those that failed without affecting the others; at least one, unless
+        the group was the first in a row that broke for no reason of any instance's own.
 
         Raises:
-            PublishError: the group broke, though no instance failed.
+            PublishError: the group broke, though no instance failed; or twice because the sender stood still.
         """
         if not self._is_of(members) and not self._join(members):
             return None
@@ -62,20 +71,16 @@ class Broadcast:
             failures = calls.settle(timeout_s + ANSWER_MARGIN_S) if sent.problem is None else {}
             if sent.problem is None and len(failures) < 2:
                 self._drop(failures)
+                self._unexplained = []
                 return sent
             # Whoever fails amid a stream leaves, before those whose connections it breaks notice.
             lost = [self._owners[rank] for rank in self._sender.wait_formed(0.0).lost]
             if sent.problem is None and not set(lost) & set(failures):
                 self._drop(failures)
+                self._unexplained = []
                 return sent
             known = None if sent.failed is None else self._owners[sent.failed]
-            failures = self._break_off(calls)
-            suspects = [*(member for member in lost if member in failures), *failures][:1]
-            if known is not None or not failures:
-                suspects = list(members) if known is None else [known]
-                claim = "it answered that it had received all before all was sent"
-                failures = {m: failures.get(m, InstanceError(f"instance {m.url}: {claim}")) for m in suspects}
-            self._drop_guilty(failures, suspects, sent.problem or "")
+            self._drop_breaker(members, self._break_off(calls), known, lost, sent.problem or "")
             return None
         finally:
             if calls.cancel():
@@ -111,6 +116,7 @@ class Broadcast:
             lambda member: member.client.init_weight_transfer(infos[member], timeout_s + ANSWER_MARGIN_S),
         )
         absent: set[Member] = set()
+        late: set[Member] = set()
         lost: list[Member] = []
         problem = None
         deadline = time.monotonic() + EARLY * timeout_s
@@ -122,6 +128,7 @@ class Broadcast:
                 # Read after the failures: one that came before it failed is not absent.
                 forming = self._sender.wait_formed(0.0)
                 absent = {owners[rank] for rank in forming.absent}
+                late = {owners[rank] for rank in (*forming.absent, *forming.late)}
                 lost = [owners[rank] for rank in forming.lost]
                 without = absent if is_late else refused
                 problem = self._sender.call_off([rank for rank, member in owners.items() if member in without])
@@ -131,7 +138,7 @@ class Broadcast:
         if problem is None and not failures:
             self._owners = owners
             return True
-        self._drop_preventers(members, failures, refused, absent, lost, problem or "", is_late=is_late)
+        self._drop_preventers(members, failures, refused, absent, late, lost, problem or "", is_late=is_late)
         return False
 
     def _drop_preventers(
@@ -140,6 +147,7 @@ class Broadcast:
         failures: Mapping[Member, InstanceError],
         refused: Mapping[Member, InstanceError],
         absent: set[Member],
+        late: set[Member],
         lost: Sequence[Member],
         problem: str,
         *,
@@ -149,7 +157,8 @@ class Broadcast:
 
         Args:
             failures: of all invitations, the earliest first; `refused`: of those that came before the rest was ended.
-            absent: instances with a worker that had not come by then.
+            absent: instances with a worker that had not come by then; `late`: these, and those of which one came when
+                another member had given up.
             lost: instances with a worker that had come and gone by then, the first one first, which the others' ends
                 may follow from: the sender may notice it before its call fails.
             problem: why the sender formed no group.
@@ -163,10 +172,15 @@ class Broadcast:
         failures = {m: WeightGroupBroken(f"instance {m.url}: {problem}") for m in silent} | dict(failures)
         if own := {} if is_late else {member: error for member, error in refused.items() if member in absent}:
             self._drop(own)
-        else:
-            # Those who came failed because of others: of those who did not, once these had had the time.
-            late = [member for member in failures if member in absent] if is_late else []
-            self._drop_guilty(failures, late or lost[:1] or refused or failures, problem)
+            return
+        guilty = []
+        if is_late and not any(isinstance(error, InstanceUnreachable) for error in failures.values()):
+            # Those who came in time failed because of others.
+            guilty = [member for member in failures if member in late and not stood_still_s(problem)]
+            guilty = guilty or _who_stood_still(failures, problem)
+            if not guilty and self._tries_again(members, problem):
+                return
+        self._drop_guilty(failures, guilty or lost[:1] or refused or failures, problem)
 
     def _have_its_nccl(self, members: Sequence[Member]) -> bool:
         """Whether each instance has the sender's NCCL; drops those with another. One that reports none passes."""
@@ -228,6 +242,53 @@ class Broadcast:
         self._leave()
         return calls.settle(ANSWER_MARGIN_S)
 
+    def _drop_breaker(
+        self,
+        members: Sequence[Member],
+        failures: Mapping[Member, InstanceError],
+        known: Member | None,
+        lost: Sequence[Member],
+        problem: str,
+    ) -> None:
+        """Drops those that broke a group amid a stream; nobody, where nothing tells who that was, the first time.
+
+        Args:
+            failures: of all updates, the earliest first.
+            known: whom the sender names.
+            lost: those whose connections ended before the rest was ended, the first one first.
+            problem: why the sender ended the stream.
+        """
+        if not failures or (known is not None and not stood_still_s(problem)):
+            suspects = list(members) if known is None else [known]
+            claim = "it answered that it had received all before all was sent"
+            failures = {m: failures.get(m, InstanceError(f"instance {m.url}: {claim}")) for m in suspects}
+        else:
+            in_order = [*(member for member in lost if member in failures), *failures]
+            own = [member for member in in_order if BROKE not in str(failures[member])]
+            suspects = own[:1] or _who_stood_still(failures, problem)
+            if not suspects and self._tries_again(members, problem):
+                return
+            suspects = suspects or in_order[:1]
+        self._drop_guilty(failures, suspects, problem)
+
+    def _tries_again(self, members: Sequence[Member], problem: str) -> bool:
+        """Whether nobody is left out of a group that ran out of time, though no instance stood still: the first time.
+
+        Raises:
+            PublishError: it is the second time in a row, and the sender itself stood still.
+        """
+        is_first, self._unexplained = self._unexplained != list(members), list(members)
+        if is_first:
+            logger.warning(
+                "the weight group ran out of time, no instance stood still, all are tried again: %s", problem
+            )
+        elif stood_still_s(problem):
+            raise PublishError(
+                f"the weight group broke twice because the trainer did nothing for it: {problem}; give each step more "
+                "time (publish.timeout_s)"
+            )
+        return is_first
+
     def _drop_guilty(self, failures: Mapping[Member, InstanceError], suspects: Iterable[Member], problem: str) -> None:
         """Drops the instances that broke a group: those that are unreachable, else the suspects."""
         if not failures:
@@ -239,6 +300,13 @@ class Broadcast:
             if isinstance(error, InstanceUnreachable)
         }
         self._drop(unreachable or {member: WeightGroupBroken(f"{failures[member]}{of_sender}") for member in suspects})
+
+
+def _who_stood_still(failures: Mapping[Member, InstanceError], problem: str) -> list[Member]:
+    """The instance that did nothing for the longest time, by its own word; none if the sender did for longer."""
+    seconds = {member: stood_still_s(error) for member, error in failures.items()}
+    longest_s = max(seconds.values(), default=0.0)
+    return [m for m, each_s in seconds.items() if each_s == longest_s > stood_still_s(problem)][:1]
 
 
 def _number_of(version: str) -> str:

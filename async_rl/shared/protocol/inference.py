@@ -128,7 +128,8 @@ class GenerateResponse(Body):
 class InitInfo(StrictBody):
     """How a worker joins the trainer's weight group: worker rank = rank_offset + its rank in the instance.
 
-    `secret` is of this group only; a client must know it to connect to the store at the master address.
+    `secret` is of this instance in this group only; its workers must know it to connect to the store at the master
+    address, and enter there as their own ranks.
     """
 
     master_address: str

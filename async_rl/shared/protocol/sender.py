@@ -81,6 +81,8 @@ class Forming:
     """Why it has ended without a group."""
     absent: list[int]
     """Ranks that have not come yet. One that has come counts as present also after its end."""
+    late: list[int]
+    """Ranks that came when another member had come and gone, or the sender had given up."""
     lost: list[int]
     """Ranks that have come and ended their connection, the first one first."""
 

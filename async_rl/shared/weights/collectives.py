@@ -117,24 +117,26 @@ class Collectives:
             raise TimedOut(f"not all members connected within {self._timeout_s:g} s")
         self.wait(started[0])
 
-    def prove(self, rank: int, world_size: int, secret: str) -> None:
+    def prove(self, world_size: int, shows: bytes, expects: bytes) -> None:
         """Exchanges proofs with each other member over the same connections that will transfer the weights.
 
         gloo accepts the first peer that connects to its ports. With nccl and hccl the members identify each other by an
         id that they get from the store.
 
+        Args:
+            shows, expects: as `RendezvousStore.proofs` has them, for `world_size` ranks at least.
+
         Raises:
-            NotInvited: the peer of a connection does not know the secret.
+            NotInvited: the peer of a connection is not the member that has this rank.
         """
-        ours = b"".join(_proof(secret, rank, other) for other in range(world_size))
-        sent = torch.frombuffer(bytearray(ours), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(shows[: world_size * PROOF_BYTES]), dtype=torch.uint8)
         received = torch.empty_like(sent)
         self.wait(self._open_group().alltoall_base(received, sent, [], [], dist.AllToAllOptions()))
         proofs = bytes(received.tolist())
         for other in range(world_size):
-            proof = proofs[other * PROOF_BYTES : (other + 1) * PROOF_BYTES]
-            if not hmac.compare_digest(proof, _proof(secret, other, rank)):
-                raise NotInvited(f"whoever is connected as rank {other} does not know the secret of the invitation")
+            place = slice(other * PROOF_BYTES, (other + 1) * PROOF_BYTES)
+            if not hmac.compare_digest(proofs[place], expects[place]):
+                raise NotInvited(f"whoever is connected as rank {other} is not who was invited as this rank")
 
     def let_end(self, works: Iterable[Any]) -> None:
         """Ends work left running by an error: until then it holds connections, and writes to its buffers."""
@@ -215,7 +217,7 @@ def open_collectives(
         def form() -> None:
             group = _gloo_group(store, rank, world_size, timedelta(seconds=timeout_s))
             collectives = Collectives(group, device, timeout_s, raises_in_time=True)
-            collectives.prove(rank, world_size, store.secret)
+            collectives.prove(world_size, *store.proofs())
             formed.append(collectives)
 
         if not _ends_within(timeout_s, form, store.has_ended):
@@ -247,10 +249,6 @@ def _gloo_group(store: RendezvousStore, rank: int, world_size: int, timeout: tim
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=store.address)]
     options._threads = NUM_IN_FLIGHT
     return Chain(store, rank, world_size, options)
-
-
-def _proof(secret: str, of: int, to: int) -> bytes:
-    return hmac.digest(secret.encode(), f"rank {of} to {to}".encode(), "sha256")
 
 
 def _abort(group: Any) -> None:

@@ -1,7 +1,7 @@
 """The weight group of one trainer and a given set of instances, with the store of its rendezvous.
 
 The store's server is separate from the group's own store client, so that closing it ends every member's wait at once,
-on the instances as well as here. Each group has a secret of its own, which the invitations carry.
+on the instances as well as here. Each instance has a secret of its own in each group, which its invitation carries.
 """
 
 import secrets
@@ -17,8 +17,9 @@ from async_rl.errors import PublishError
 from async_rl.shared.net.local_address import addresses_of, is_loopback
 from async_rl.shared.protocol.inference import InitInfo
 from async_rl.shared.weights.collectives import current_device
+from async_rl.shared.weights.messages import bucket_bytes_of
 from async_rl.shared.weights.store import StoreServer
-from async_rl.shared.weights.stream import WeightGroup, bucket_bytes_of
+from async_rl.shared.weights.stream import WeightGroup
 
 COMING_TIMEOUT_S = 2.0
 POLL_S = 0.01
@@ -63,8 +64,10 @@ class Rendezvous:
         self._address = address
         self._config = config
         self._backend = backend
-        self._secret = secrets.token_hex()
-        self._server = StoreServer(address, self._secret)
+        self._secrets = [secrets.token_hex() for _ in sizes]
+        self._server = StoreServer(
+            address, [secret for secret, size in zip(self._secrets, sizes, strict=True) for _ in range(size)]
+        )
         self.group: WeightGroup | None = None
         """The group, once it is formed and until `close`."""
         self._problem = "called off"
@@ -80,7 +83,7 @@ class Rendezvous:
                 {
                     "master_address": self._address,
                     "master_port": self._server.port,
-                    "secret": self._secret,
+                    "secret": secret,
                     "rank_offset": offset,
                     "world_size": self._world_size,
                     "backend": self._backend,
@@ -88,7 +91,7 @@ class Rendezvous:
                     "timeout_s": config.timeout_s,
                 }
             )
-            for offset in self._offsets
+            for secret, offset in zip(self._secrets, self._offsets, strict=True)
         ]
 
     def wait(self, timeout_s: float) -> bool:
@@ -104,6 +107,10 @@ class Rendezvous:
         """The ranks that have not come yet. One that has come counts as present also after its end."""
         store = self._server.store(self._config.timeout_s)
         return [rank for rank in range(1, self._world_size) if not WeightGroup.has_come(store, rank)]
+
+    def late(self) -> list[int]:
+        """The ranks whose members came when another had come and gone, or the sender had given up."""
+        return [rank for rank in self._server.late if rank < self._world_size]
 
     def lost(self) -> list[int]:
         """The ranks whose members have come and ended their connection, the first one first."""
@@ -136,6 +143,7 @@ class Rendezvous:
             store = self._server.store(config.timeout_s)
             self.group = WeightGroup(store, 0, self._world_size, self._backend, config.timeout_s, self._device)
         except PublishError as error:
+            self._server.has_lost = True
             self._problem = str(error)
         finally:
             self._ended.set()

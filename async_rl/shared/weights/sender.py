@@ -13,10 +13,11 @@ from async_rl.shared.weights.changes import LastSent
 from async_rl.shared.weights.collectives import MemberFailed
 from async_rl.shared.weights.fingerprint import Fingerprint, MakeStream, Stream, TensorSpec
 from async_rl.shared.weights.ipc import ipc_backend
+from async_rl.shared.weights.messages import bucket_bytes_of
 from async_rl.shared.weights.nccl_version import UNKNOWN, nccl_version
 from async_rl.shared.weights.rendezvous import Rendezvous, sender_address
 from async_rl.shared.weights.snapshot_store import SnapshotStore
-from async_rl.shared.weights.stream import WeightGroup, bucket_bytes_of
+from async_rl.shared.weights.stream import WeightGroup
 
 
 def _no_score(prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -105,7 +106,7 @@ class WeightSender:
     def wait_formed(self, timeout_s: float) -> Forming:
         rendezvous = self._forming
         has_ended = rendezvous.wait(timeout_s)
-        return Forming(has_ended, rendezvous.problem, rendezvous.absent(), rendezvous.lost())
+        return Forming(has_ended, rendezvous.problem, rendezvous.absent(), rendezvous.late(), rendezvous.lost())
 
     def call_off(self, without: Sequence[int]) -> str:
         problem = self._forming.call_off(without)

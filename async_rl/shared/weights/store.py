@@ -2,23 +2,27 @@
 
 torch's own `TCPStore` has no authentication, listens on every interface, and lists its keys to any client. This one
 listens on one given address, and on each connection both ends first prove that they know the secret of the invitation
-(`store_wire.py`), which is sent over the instances' own routes. A connection is that of one rank, and no member writes
-for another one, or for the host. Process groups call `RendezvousStore` from any of their threads.
+(`store_wire.py`), which is sent over the instances' own routes. Each instance has a secret of its own: it enters as its
+own ranks only, and no member writes for another one, or for the host. What two ranks prove to each other elsewhere, the
+host tells these two (`RendezvousStore.proofs`). Process groups call `RendezvousStore` from any of their threads.
 """
 
 import re
+import secrets
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import Store
 
 from async_rl.errors import PublishError
+from async_rl.shared.weights import store_wire
 from async_rl.shared.weights.store_wire import admit, enter, listen, receive_frame, send_frame, shut
 
 Request = Mapping[str, Any]
@@ -26,8 +30,9 @@ Request = Mapping[str, Any]
 
 WRITING = frozenset({"set", "add", "compare_set"})
 
-OWNED = re.compile(r"(?:present|update/\d+|ipc/acknowledged/\d+)/(\d+)|ipc/.*|update/.*|lost/.*", re.DOTALL)
-"""Keys that only the rank in them may write, and those that only the host may: not the ones of torch's own groups."""
+OWNED = re.compile(r"(?:present|update/\d+|ipc/acknowledged/\d+|\d+)/(\d+)|ipc/.*|update/.*|lost/.*|\d+", re.DOTALL)
+"""Keys that only the rank in them may write, and those that only the host may. Each rank of gloo has its address at
+0/rank; where those of nccl and hccl meet, the host says at 0."""
 
 PROOF_TIMEOUT_S = 5.0
 """How long an unauthenticated connection may stay open."""
@@ -107,14 +112,13 @@ class _Values:
 class RendezvousStore(Store):
     """A member's client of the store, as torch's process groups call it.
 
-    `address` is this host's on the route to the other members, `secret` that of the invitation.
+    `address` is this host's on the route to the other members.
     """
 
     def __init__(
         self,
         ask: Callable[[Request], Any],
         address: str,
-        secret: str,
         timeout_s: float,
         has_ended: Callable[[], bool],
         close: Callable[[], None] = lambda: None,
@@ -125,7 +129,6 @@ class RendezvousStore(Store):
         self.close = close
         """Disconnects from the rendezvous; does nothing for the host's own client."""
         self.address = address
-        self.secret = secret
         self._ask = ask
         self._timeout_s = timeout_s
 
@@ -160,9 +163,14 @@ class RendezvousStore(Store):
         is killed.
 
         Raises:
-            PublishError: another member is that rank.
+            PublishError: another member is that rank, or it is none of the secret's instance.
         """
         self._ask({"op": "set_at_end", "key": lost_key(rank)})
+
+    def proofs(self) -> tuple[bytes, bytes]:
+        """What this rank shows each rank in turn, and what each shows this one: `PROOF_BYTES` each, also of itself."""
+        shows, expects = self._ask({"op": "proofs"})
+        return bytes.fromhex(shows), bytes.fromhex(expects)
 
     def clone(self) -> "RendezvousStore":
         """Itself: any thread may use it."""
@@ -174,15 +182,16 @@ class StoreServer:
 
     Args:
         address: of this host; the only one it listens on.
-        secret: a client that proves to know it is a member.
+        secrets_of_ranks: from 1 on, one for the workers of an instance. Who proves to know it is one of its ranks.
 
     Raises:
         PublishError: it is not an address of this host.
     """
 
-    def __init__(self, address: str, secret: str) -> None:
+    def __init__(self, address: str, secrets_of_ranks: Sequence[str]) -> None:
         self._address = address
-        self._secret = secret
+        self._secrets = dict(enumerate(secrets_of_ranks, start=1))
+        self._key = secrets.token_bytes(store_wire.PROOF_BYTES)
         self._values = _Values()
         self._lock = threading.Lock()
         # In the order in which they came.
@@ -191,6 +200,10 @@ class StoreServer:
         self._ranks: set[int] = set()
         self.ended: list[int] = []
         """The ranks whose connections have ended, the first one first."""
+        self.has_lost = False
+        """Whether there is one, or the host has given up."""
+        self.late: list[int] = []
+        """The ranks that came afterwards."""
         self._is_closed = False
         try:
             self._listener = listen(address, MAX_STRANGERS)
@@ -203,7 +216,8 @@ class StoreServer:
 
     def store(self, timeout_s: float) -> RendezvousStore:
         """The host's own client."""
-        return RendezvousStore(self._values.answer, self._address, self._secret, timeout_s, lambda: self._is_closed)
+        ask = partial(self._answer, rank=0)
+        return RendezvousStore(ask, self._address, timeout_s, lambda: self._is_closed)
 
     def close(self) -> None:
         """Ends all waits and connections; a second call does nothing."""
@@ -240,32 +254,32 @@ class StoreServer:
         # Any error ends only this one connection: its peer disconnected or sent invalid data.
         with connection, suppress(OSError, ValueError, LookupError, TypeError, ArithmeticError):
             try:
-                is_member = admit(connection, self._secret, time.monotonic() + PROOF_TIMEOUT_S)
+                secret = admit(connection, set(self._secrets.values()), time.monotonic() + PROOF_TIMEOUT_S)
             finally:
                 with self._lock:
                     self._strangers.pop(connection, None)
-            if not is_member:
+            if secret is None:
                 return
             with self._lock:
                 self._members.add(connection)
             try:
-                self._answer_all(connection)
+                self._answer_all(connection, [rank for rank, each in self._secrets.items() if each == secret])
             finally:
                 with self._lock:
                     self._members.discard(connection)
 
-    def _answer_all(self, connection: socket.socket) -> None:
+    def _answer_all(self, connection: socket.socket, its_ranks: Collection[int]) -> None:
         rank = None
         try:
             while not self._is_closed:
                 request = receive_frame(connection, None)
                 try:
                     if request["op"] == "set_at_end":
-                        rank = self._entering(request["key"], rank)
+                        rank = self._entering(request["key"], rank, its_ranks)
                         answer: Request = {"answer": None}
                     else:
                         _require_own(request, rank)
-                        answer = {"answer": self._values.answer(request)}
+                        answer = {"answer": self._answer(request, rank)}
                 except PublishError as error:
                     answer = {"error": str(error)}
                 send_frame(connection, answer)
@@ -273,15 +287,26 @@ class StoreServer:
             if rank is not None:
                 self._values.answer({"op": "set", "key": lost_key(rank), "value": ""})
                 self.ended.append(rank)
+                self.has_lost = True
 
-    def _entering(self, key: str, present: int | None) -> int:
+    def _answer(self, request: Request, rank: int | None) -> Any:
+        if request["op"] != "proofs":
+            return self._values.answer(request)
+        if rank is None:
+            raise PublishError("this connection is that of no rank of the weight group")
+        return store_wire.proofs_of(self._key, rank, len(self._secrets) + 1)
+
+    def _entering(self, key: str, present: int | None, its_ranks: Collection[int]) -> int:
         """The rank that a connection becomes, which is `present` so far."""
         found = re.fullmatch(r"lost/([1-9]\d{0,8})", key)
+        rank = 0 if found is None else int(found[1])
         with self._lock:
-            if found is None or present is not None or int(found[1]) in self._ranks:
-                raise PublishError(f"this member cannot be the one of {key!r}, which is taken or none of a rank")
-            self._ranks.add(int(found[1]))
-        return int(found[1])
+            if rank not in its_ranks or present is not None or rank in self._ranks:
+                raise PublishError(f"this member cannot be the one of {key!r}, which is taken, or not of its instance")
+            self._ranks.add(rank)
+            if self.has_lost:
+                self.late.append(rank)
+        return rank
 
 
 def _require_own(request: Request, rank: int | None) -> None:
@@ -322,7 +347,7 @@ def join_rendezvous(address: str, port: int, secret: str, timeout_s: float) -> R
         time.sleep(RETRY_S)
     own_address = str(connection.getsockname()[0])
     line = _Line(connection, timeout_s)
-    return RendezvousStore(line.ask, own_address, secret, timeout_s, line.has_ended, line.close)
+    return RendezvousStore(line.ask, own_address, timeout_s, line.has_ended, line.close)
 
 
 class _Line:

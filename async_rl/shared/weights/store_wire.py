@@ -1,8 +1,8 @@
-"""Connections of a weight store: how both ends prove that they know the secret, and the frames after that.
+"""Connections of a weight store: how both ends prove that they know a member's secret, and the frames after that.
 
     host: nonce -> member: nonce, proof over both -> host: proof over both -> requests and responses
 
-Proofs are HMACs under the secret, frames are a length and JSON; nothing is encrypted.
+Proofs are HMACs under that secret, frames are a length and JSON; nothing is encrypted.
 """
 
 import hmac
@@ -11,6 +11,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -43,8 +44,8 @@ def listen(address: str, backlog: int) -> socket.socket:
     return listener
 
 
-def admit(connection: socket.socket, secret: str, deadline: float) -> bool:
-    """The host's part: whether the other end knows the secret; one that does not is sent `REFUSED`.
+def admit(connection: socket.socket, members: Iterable[str], deadline: float) -> str | None:
+    """The host's part: which of the members' secrets the other end knows; one that knows none is sent `REFUSED`.
 
     Raises:
         OSError: the connection was lost, or the proof did not arrive by the deadline.
@@ -54,10 +55,10 @@ def admit(connection: socket.socket, secret: str, deadline: float) -> bool:
     connection.sendall(ours)
     theirs = _receive(connection, NONCE_BYTES, deadline)
     proof = _receive(connection, PROOF_BYTES, deadline)
-    is_right = hmac.compare_digest(proof, _proof(secret, "member", ours, theirs))
-    connection.sendall(_proof(secret, "host", ours, theirs) if is_right else REFUSED)
+    known = [each for each in members if hmac.compare_digest(proof, _proof(each, "member", ours, theirs))]
+    connection.sendall(_proof(known[0], "host", ours, theirs) if known else REFUSED)
     connection.settimeout(None)
-    return is_right
+    return known[0] if known else None
 
 
 def enter(address: str, port: int, secret: str, deadline: float) -> socket.socket:
@@ -107,6 +108,17 @@ def shut(connection: socket.socket) -> None:
     """Wakes all threads that wait for it, here and at the other end."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def proofs_of(key: bytes, rank: int, world_size: int) -> list[str]:
+    """What a rank shows each rank over a connection of their own, and what each shows it, under a key that only the
+    host has: hex digits."""
+
+    def joined(pairs: Iterable[tuple[int, int]]) -> str:
+        return b"".join(hmac.digest(key, f"rank {of} to {to}".encode(), "sha256") for of, to in pairs).hex()
+
+    others = range(world_size)
+    return [joined((rank, other) for other in others), joined((other, rank) for other in others)]
 
 
 def _proof(secret: str, role: str, of_host: bytes, of_member: bytes) -> bytes:

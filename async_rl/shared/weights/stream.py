@@ -22,10 +22,13 @@ from typing import Any, TypeVar
 import torch
 
 from async_rl.errors import PublishError
+from async_rl.shared.protocol.group_errors import BROKE
 from async_rl.shared.weights.changes import WORTH, LastSent, apply, front
 from async_rl.shared.weights.collectives import NUM_IN_FLIGHT, Collectives, current_device, open_collectives
 from async_rl.shared.weights.fingerprint import TensorSpec, fingerprint_on
 from async_rl.shared.weights.ipc import HandOver
+from async_rl.shared.weights.messages import messages
+from async_rl.shared.weights.pulse import Pulse
 from async_rl.shared.weights.store import RendezvousStore
 from async_rl.shared.weights.store_wire import NotInvited
 
@@ -34,55 +37,6 @@ T = TypeVar("T")
 WINDOW_BYTES = 32 * 2**20
 """In flight at once, in at least two and at most `NUM_IN_FLIGHT` messages. gloo sends a message only when its receiver
 has announced that it is ready, so less would leave a fast link with a long delay idle: this is 10 Gbit/s for 25 ms."""
-
-BUCKET_BYTES = 64 * 2**20
-"""One broadcast carries so many at most: few messages, and little memory beside the weights."""
-
-DEVICE_BUCKET_BYTES = 320 * 2**20
-"""The same between devices, where a message costs about a millisecond: fewer than 200 for Qwen3-30B-A3B, whose experts
-have 3 MiB a matrix."""
-
-ALONE_BYTES = 2**20
-"""With gloo a tensor of this size is sent alone: copying it into a bucket costs more than a message."""
-
-
-def bucket_bytes_of(backend: str) -> int:
-    """Of each broadcast in a group of this backend."""
-    return DEVICE_BUCKET_BYTES if backend in ("nccl", "hccl") else BUCKET_BYTES
-
-
-def buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
-    """Cuts the stream into consecutive runs of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
-    return _cut(specs, lambda spec: spec.num_bytes, bucket_bytes, alone_bytes=None)
-
-
-def messages(
-    items: Iterable[T], spec_of: Callable[[T], TensorSpec], bucket_bytes: int, device: torch.device
-) -> Iterator[list[T]]:
-    """The tensors of each broadcast; both ends derive the same division, from specs, size and kind of device."""
-    alone_bytes = ALONE_BYTES if device.type == "cpu" else None
-    return _cut(items, lambda item: spec_of(item).num_bytes, bucket_bytes, alone_bytes)
-
-
-def _cut(
-    items: Iterable[T], num_bytes_of: Callable[[T], int], bucket_bytes: int, alone_bytes: int | None
-) -> Iterator[list[T]]:
-    bucket: list[T] = []
-    size = 0
-    for item in items:
-        num_bytes = num_bytes_of(item)
-        alone = alone_bytes is not None and num_bytes >= alone_bytes
-        if bucket and (alone or size + num_bytes > bucket_bytes):
-            yield bucket
-            bucket, size = [], 0
-        if alone:
-            yield [item]
-            continue
-        bucket.append(item)
-        size += num_bytes
-    if bucket:
-        yield bucket
-
 
 WAIT, GO, CHANGES = "wait", "go", "changes "
 """What the sender says: it looks for changes, and says something again in time; it sends all, or so many bytes of
@@ -138,6 +92,7 @@ class WeightGroup:
         """Sender: of the last stream, to each receiver."""
         self._num_bytes_of_changes: int | None = None
         """Receiver: what the sender has said of the update that it announced last."""
+        self._pulse = Pulse(timeout_s)
         try:
             if rank:
                 store.enter_as(rank)
@@ -154,8 +109,8 @@ class WeightGroup:
             store.close()
             kind = NotInvited if isinstance(error, NotInvited) else PublishError
             raise kind(
-                f"not all {world_size} members of the weight group met within {timeout_s:g} s, this one at "
-                f"{store.address}: {error}"
+                f"{self._pulse.said()}not all {world_size} members of the weight group met within {timeout_s:g} s, "
+                f"this one at {store.address}: {error}"
             ) from error
 
     @property
@@ -178,6 +133,7 @@ class WeightGroup:
                 is contiguous. Without it, it is sent all.
         """
         self._num_updates += 1
+        self._pulse.begin()
         try:
             self._store.set(self._ready(rank), holds)
             said, self._num_words = WAIT, 0
@@ -188,7 +144,8 @@ class WeightGroup:
                 self._num_words += 1
             self._num_bytes_of_changes = int(said.removeprefix(CHANGES)) if said.startswith(CHANGES) else None
         except PublishError as error:
-            raise PublishError(f"the weight broadcast broke: {error}") from error
+            raise self._broken(f": {error}") from error
+        self._pulse.is_at_work(since_last=False)
 
     def wait_accepted(self, timeout_s: float) -> list[int]:
         """Sender: waits until all ranks have announced the next update, at most `timeout_s`; returns the others."""
@@ -211,6 +168,7 @@ class WeightGroup:
         """
         self._num_updates += 1
         self._num_words = 0
+        self._pulse.begin()
         try:
             if last is None:
                 return self._send_all(stream, bucket_bytes)
@@ -367,20 +325,24 @@ class WeightGroup:
         self._collectives.close()
 
     def _start(self, data: torch.Tensor, specs: list[TensorSpec]) -> _Message:
+        self._pulse.is_at_work(since_last=True)
         try:
             return _Message(self._collectives.broadcast(data), data, specs)
         except (RuntimeError, PublishError) as error:
-            raise PublishError(f"the weight broadcast broke: {error}") from error
+            raise self._broken(f": {error}") from error
 
     def _wait(self, message: _Message) -> None:
+        self._pulse.is_at_work(since_last=True)
         started = time.monotonic()
         try:
             self._collectives.wait(message.work)
         except RuntimeError as error:
             waited = time.monotonic() - started
-            raise PublishError(
-                f"the weight broadcast broke after {waited:.1f} s (timeout {self._timeout_s:g} s): {error}"
-            ) from error
+            raise self._broken(f" after {waited:.1f} s (timeout {self._timeout_s:g} s): {error}") from error
+        self._pulse.is_at_work(since_last=False)
+
+    def _broken(self, how: str) -> PublishError:
+        return PublishError(f"{self._pulse.said()}{BROKE}{how}")
 
 
 def _bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -80,7 +80,7 @@ class Sender:
     def __init__(self, num_workers: int = 1, backend: str = "gloo") -> None:
         self.waits, self.has_received = False, threading.Event()
         self._backend = backend
-        self._server = StoreServer("127.0.0.1", SECRET)
+        self._server = StoreServer("127.0.0.1", [SECRET] * num_workers)
         self.init_info = {
             "master_address": "127.0.0.1",
             "master_port": self._server.port,

@@ -12,7 +12,7 @@ from async_rl.shared.model_parts import ClampedGate, DeltaNet, Experts
 from async_rl.shared.model_shape import ModelShape
 from async_rl.shared.weights import fingerprint
 from async_rl.shared.weights.fingerprint import TensorSpec
-from async_rl.shared.weights.stream import bucket_bytes_of, messages
+from async_rl.shared.weights.messages import bucket_bytes_of, messages
 from trainer.hf.fusions import ByHead, Stacked, Transposed
 from trainer.hf.weight_map import COLUMNS, EMBEDDING, ROWS, Layout, tied_head, weight_map
 

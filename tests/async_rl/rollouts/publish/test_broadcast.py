@@ -285,6 +285,26 @@ def test_an_error_of_the_stream_itself_ends_the_wait_of_all_and_the_next_move_wo
     assert one.move() is not None and [client(member).num_joins for member in one.members] == [2, 2]
 
 
+def test_a_sender_that_stands_still_has_nobody_left_out_and_ends_the_publish_the_second_time(moves: Any) -> None:
+    timeout_s = 0.8
+    one = moves(None, None, None, timeout_s=timeout_s)
+
+    def slow() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        for number, part in enumerate(stream()):
+            # A receiver of mapped memory waits for two timeouts.
+            time.sleep(2.5 * timeout_s if number == 1 else 0.0)
+            yield part
+
+    assert one.move() is not None
+    assert one.move(make_stream=slow) is None and not one.dropped
+    assert one.move() is not None and [received(member) for member in one.members] == [ALL_RECEIVED] * 3
+    assert one.move(make_stream=slow) is None and not one.dropped
+    with pytest.raises(
+        (PublishError, LeaderFailed), match="broke twice because the trainer did nothing for it: it stood"
+    ):
+        one.move(make_stream=slow)
+
+
 def test_an_address_without_a_route_is_dropped_before_anybody_is_invited(moves: Any) -> None:
     one = moves(None, None)
     one.members[0].entry.url = "http://no-such-host.invalid:1"

@@ -36,7 +36,7 @@ def make(
     yield lambda *instances, **options: publishing.make(*instances, transport="ipc", **options)
     publishing.close()
     for instance in pair:
-        instance.rescript(lie=None, answers=None)
+        instance.rescript(lie=None, answers=None, poses=False)
 
 
 @pytest.mark.parametrize("liar", [0, 1])
@@ -55,6 +55,23 @@ def test_a_false_member_harms_and_blames_nobody_else(pair: list[Any], make: Any,
         assert pair[liar].url in (pool.members[liar].reason or "")
     pair[liar].rescript(lie=None)
     assert len(publish(publisher, "run-3", 5.0)) == 2 and pair[liar].sums() == honest.sums() == sums(5.0)
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "ipc"])
+def test_one_that_comes_as_another_member_is_left_out_itself(
+    pair: list[Any], loop: EventLoopThread, transport: str
+) -> None:
+    liar, honest = pair
+    publishing = Publishing(loop)
+    publisher, pool = publishing.make(*pair, transport=transport, probes=False)
+    # It comes first.
+    liar.rescript(poses=True)
+    honest.rescript(stall=["come", 0.5])
+    assert publish(publisher, "run-0") == (honest.url,) and honest.sums() == sums()
+    assert "cannot be the one of 'lost/2'" in (pool.members[0].reason or "") and pool.members[1].reason is None
+    liar.rescript(poses=False)
+    assert len(publish(publisher, "run-1", 2.0)) == 2
+    publishing.close()
 
 
 ANSWERS: dict[str, dict[str, Any]] = {

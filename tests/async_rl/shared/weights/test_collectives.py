@@ -97,7 +97,7 @@ def weight_group(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeGroup], Weigh
     def make(group: FakeGroup) -> WeightGroup:
         monkeypatch.setattr(weight_stream, "open_collectives", lambda *_: on(group))
         monkeypatch.setattr(weight_stream, "current_device", lambda _: torch.device("cpu"))
-        store = StoreServer("127.0.0.1", "s" * 32).store(TIMEOUT_S)
+        store = StoreServer("127.0.0.1", ["s" * 32]).store(TIMEOUT_S)
         store.set("present/1", "as if the other had come")
         return WeightGroup(store, 0, 2, "nccl", TIMEOUT_S)
 
@@ -150,7 +150,7 @@ def test_a_member_that_never_connects_ends_the_meeting_in_time() -> None:
 
 def test_a_receiver_notices_at_once_that_the_sender_has_left() -> None:
     """Whether it is connecting, or waits for a message; no timeout has to pass, after which it would count as lost."""
-    server = StoreServer("127.0.0.1", "s" * 32)
+    server = StoreServer("127.0.0.1", ["s" * 32])
     store = join_rendezvous("127.0.0.1", server.port, "s" * 32, TIMEOUT_S)
     group, connecting = FakeGroup(), FakeGroup(connects=False)
     members = on(group, 10 * SOON_S, store.has_ended)

@@ -45,7 +45,7 @@ class Group:
     """A sender and receivers in threads, each with a connection of its own."""
 
     def __init__(self, num_receivers: int, timeout_s: float = 60.0, doctor: Callable[[bytes], bytes] | None = None):
-        self.server = StoreServer(HOST, SECRET)
+        self.server = StoreServer(HOST, [SECRET] * num_receivers)
         self.world_size, self.timeout_s = num_receivers + 1, timeout_s
         self.threads = ThreadPoolExecutor(self.world_size)
         self.stores = [self.server.store(timeout_s)]
@@ -299,7 +299,7 @@ def opens(store: RendezvousStore) -> tuple[HandOver, HandOver]:
 def test_a_cuda_handle_goes_through_the_store_byte_for_byte_and_is_opened_on_the_same_device(
     cuda: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = StoreServer(HOST, SECRET).store(5.0)
+    store = StoreServer(HOST, [SECRET]).store(5.0)
     # The receiver sees the devices in another order.
     names = iter([*UUIDS[1:2], "GPU-9", "GPU-1", "GPU-0"])
     monkeypatch.setattr(ipc, "_name_of", lambda device: next(names))
@@ -343,7 +343,7 @@ class Receivers:
     """Processes that receive one update of `make_tensors` each, as workers of an instance do, and this one's end."""
 
     def __init__(self, number: int, timeout_s: float, bucket_bytes: int = 1 << 20) -> None:
-        self.server = StoreServer(HOST, SECRET)
+        self.server = StoreServer(HOST, [SECRET] * number)
         self.pipes: list[Connection] = []
         self.processes = []
         with Listener(authkey=KEY) as listener:

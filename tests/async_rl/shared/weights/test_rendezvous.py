@@ -108,13 +108,13 @@ def test_ranks_follow_one_another() -> None:
         rendezvous.call_off(places)
 
 
-def test_every_meeting_has_a_secret_of_its_own_which_no_invitation_shows() -> None:
-    meetings = [meeting_of(1) for _ in range(3)]
-    invitations = [of_one for _, (of_one,) in meetings]
-    assert len({info.secret for info in invitations}) == 3 and all(len(info.secret) >= 64 for info in invitations)
+def test_every_instance_has_a_secret_of_its_own_in_each_meeting_which_no_invitation_shows() -> None:
+    meetings = [meeting_of(1, 2) for _ in range(3)]
+    invitations = [info for _, infos in meetings for info in infos]
+    assert len({info.secret for info in invitations}) == 6 and all(len(info.secret) >= 64 for info in invitations)
     assert not any(info.secret in repr(info) for info in invitations)
     for rendezvous, _ in meetings:
-        rendezvous.call_off([1])
+        rendezvous.call_off([1, 2, 3])
 
 
 class Announcement:

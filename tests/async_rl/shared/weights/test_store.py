@@ -14,7 +14,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 from async_rl.errors import PublishError
 from async_rl.shared.weights import store as weight_store
 from async_rl.shared.weights.store import MAX_STRANGERS, StoreServer, join_rendezvous
-from async_rl.shared.weights.store_wire import NotInvited
+from async_rl.shared.weights.store_wire import PROOF_BYTES, NotInvited
 from async_rl.shared.weights.stream import WeightGroup
 from tests.support.lost_store import lose
 from tests.support.open_files import room_for_files
@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture
 def server() -> Iterator[StoreServer]:
-    server = StoreServer(HOST, SECRET)
+    server = StoreServer(HOST, [SECRET] * 4)
     yield server
     server.close()
 
@@ -39,7 +39,7 @@ def test_it_listens_at_the_address_that_was_asked_for_and_nowhere_else() -> None
         }
 
     before = listening()
-    server = StoreServer(HOST, SECRET)
+    server = StoreServer(HOST, [SECRET])
     assert listening() - before == {(HOST, server.port)}
     server.close()
     assert listening() == before
@@ -47,7 +47,7 @@ def test_it_listens_at_the_address_that_was_asked_for_and_nowhere_else() -> None
 
 def test_an_address_of_another_host_is_refused_by_name() -> None:
     with pytest.raises(PublishError, match=r"cannot listen at 203\.0\.113\.7 \(publish\.master_address\)"):
-        StoreServer("203.0.113.7", SECRET)
+        StoreServer("203.0.113.7", [SECRET])
 
 
 def test_members_read_what_others_wrote(server: StoreServer) -> None:
@@ -206,13 +206,47 @@ def test_it_accepts_again_when_descriptors_are_free_again(server: StoreServer) -
     assert join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S).check([])
 
 
+def test_a_member_enters_and_writes_as_a_rank_of_its_own_instance_only() -> None:
+    server = StoreServer(HOST, ["one", "two", "two"])
+    one, second, third = (join_rendezvous(HOST, server.port, secret, TIMEOUT_S) for secret in ("one", "two", "two"))
+    for member, others in ((one, (2, 3, 0, 4)), (second, (1,))):
+        for rank in others:
+            with pytest.raises(PublishError, match=f"cannot be the one of 'lost/{rank}'"):
+                member.enter_as(rank)
+    with pytest.raises(PublishError, match="is that of no rank"):
+        one.proofs()
+    for rank, member in enumerate((one, second, third), start=1):
+        member.enter_as(rank)
+        for key in ("0/0", "0", "ipc/record", *(f"{of}/{other}" for of in ("0", "present") for other in range(4))):
+            if not key.endswith(f"/{rank}"):
+                with pytest.raises(PublishError, match=f"rank {rank} of the weight group may not write"):
+                    member.set(key, "")
+        member.set(f"0/{rank}", "its own address")
+    with pytest.raises(PublishError, match="which is taken"):
+        join_rendezvous(HOST, server.port, "two", TIMEOUT_S).enter_as(3)
+    server.close()
+
+
+def test_what_two_ranks_show_each_other_no_third_one_is_told(server: StoreServer) -> None:
+    stores = [server.store(TIMEOUT_S)]
+    for rank in range(1, 5):
+        stores.append(join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S))
+        stores[rank].enter_as(rank)
+    shown, expected = zip(*(store.proofs() for store in stores), strict=True)
+    places = [slice(PROOF_BYTES * rank, PROOF_BYTES * (rank + 1)) for rank in range(5)]
+    for a in range(5):
+        assert [shown[a][places[b]] for b in range(5)] == [expected[b][places[a]] for b in range(5)]
+        others = [shown[b] + expected[b] for b in range(5) if b != a]
+        assert all(sum(shown[a][places[b]] in told for told in others) == (b != a) for b in range(5))
+
+
 def test_whoever_takes_a_members_connection_without_the_secret_gets_no_weights(server: StoreServer) -> None:
     """As one does who connects to gloo's own port before the member does."""
     stranger = join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S)
-    stranger.secret = "guessed"
+    stranger.proofs = lambda: (bytes(64), bytes(64))  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as thread:
         other = thread.submit(WeightGroup, stranger, 1, 2, "gloo", TIMEOUT_S)
-        with pytest.raises(NotInvited, match="connected as rank 1 does not know the secret"):
+        with pytest.raises(NotInvited, match="connected as rank 1 is not who was invited"):
             WeightGroup(server.store(TIMEOUT_S), 0, 2, "gloo", TIMEOUT_S)
         with pytest.raises(PublishError):
             other.result(TIMEOUT_S)

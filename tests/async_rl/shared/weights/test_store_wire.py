@@ -42,13 +42,13 @@ def soon() -> float:
 
 
 class Host:
-    """Admits one connection, in a thread; says whether it did."""
+    """Admits one connection, in a thread; says with which secret it did."""
 
-    def __init__(self, secret: str = SECRET) -> None:
+    def __init__(self, *secrets: str) -> None:
         self.listener = listen("127.0.0.1", 1)
         self.port = int(self.listener.getsockname()[1])
         self.found: list[Any] = []
-        self._secret = secret
+        self._secrets = secrets or (SECRET,)
         self._thread = threading.Thread(target=self._admit, daemon=True)
         self._thread.start()
 
@@ -56,7 +56,7 @@ class Host:
         connection, _ = self.listener.accept()
         with connection:
             try:
-                self.found.append(admit(connection, self._secret, soon()))
+                self.found.append(admit(connection, self._secrets, soon()))
             except OSError as error:
                 self.found.append(error)
 
@@ -133,9 +133,10 @@ def test_a_deadline_holds_however_slowly_the_bytes_come(pair: tuple[socket.socke
 
 
 def test_who_knows_the_secret_enters_and_both_have_shown_it() -> None:
-    host = Host()
-    enter("127.0.0.1", host.port, SECRET, soon()).close()
-    assert host.end() is True
+    for secrets in ((SECRET,), ("another", SECRET), (SECRET, "another")):
+        host = Host(*secrets)
+        enter("127.0.0.1", host.port, SECRET, soon()).close()
+        assert host.end() == SECRET
 
 
 @pytest.mark.parametrize("secret", ["", "of another meeting", SECRET + " "])
@@ -143,7 +144,7 @@ def test_who_does_not_know_it_is_told_so(secret: str) -> None:
     host = Host()
     with pytest.raises(NotInvited, match="this member's secret is of another meeting"):
         enter("127.0.0.1", host.port, secret, soon())
-    assert host.end() is False
+    assert host.end() is None
 
 
 def test_a_host_that_does_not_know_it_is_found_out() -> None:
@@ -175,7 +176,7 @@ def test_a_hosts_own_proof_sent_back_to_it_opens_nothing() -> None:
         for each, nonce in zip((first, second), reversed(nonces), strict=True):
             each.sendall(nonce + bytes(PROOF_BYTES))
             assert each.recv(PROOF_BYTES, socket.MSG_WAITALL) == REFUSED
-    assert [one.end(), two.end()] == [False, False]
+    assert [one.end(), two.end()] == [None, None]
 
 
 def test_a_stranger_that_says_nothing_holds_a_host_no_longer_than_its_deadline(

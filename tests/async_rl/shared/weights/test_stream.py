@@ -11,8 +11,9 @@ import torch
 from async_rl.errors import ConfigError, PublishError
 from async_rl.shared.weights.collectives import make_group
 from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec
+from async_rl.shared.weights.messages import buckets
 from async_rl.shared.weights.store import StoreServer, join_rendezvous
-from async_rl.shared.weights.stream import WeightGroup, buckets
+from async_rl.shared.weights.stream import WeightGroup
 from tests.support.stream_receiver import HOST, SECRET, make_tensors
 from tests.support.stream_workers import Workers
 
@@ -69,7 +70,7 @@ def test_a_receiver_that_dies_ends_the_broadcast_in_a_named_error() -> None:
 
 
 def test_a_receiver_that_never_joins_ends_the_rendezvous_in_a_named_error() -> None:
-    store = StoreServer(HOST, SECRET).store(0.5)
+    store = StoreServer(HOST, [SECRET]).store(0.5)
     with pytest.raises(PublishError, match=r"not all 2 members of the weight group met within 0\.5 s"):
         WeightGroup(store, 0, 2, "gloo", 0.5)
 
@@ -103,7 +104,7 @@ def test_an_accelerators_group_is_made_from_its_own_backend(monkeypatch: pytest.
     module = types.ModuleType("torch_npu._C._distributed_c10d")
     module.ProcessGroupHCCL = FakeHccl  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    server = StoreServer(HOST, SECRET)
+    server = StoreServer(HOST, [SECRET])
     store = server.store(5.0)
     group = make_group(store, 1, 3, "hccl", timedelta(seconds=5))
     assert group.made_with == (store, 1, 3, timedelta(seconds=5))

@@ -11,7 +11,7 @@ import torch
 
 from async_rl.checks.forecast import memory
 from async_rl.checks.forecast.instance_memory import RECEIVED_MESSAGES
-from async_rl.shared.weights import fingerprint, host_pieces, stream
+from async_rl.shared.weights import fingerprint, host_pieces, messages, stream
 from async_rl.shared.weights.fingerprint import TensorSpec, fingerprint_on
 from async_rl.shared.weights.snapshot import SnapshotWriter
 from async_rl.shared.weights.store import StoreServer
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 SCALE = 512
 """By which all sizes are smaller than they are."""
-SIZES = {stream: ("WINDOW_BYTES", "DEVICE_BUCKET_BYTES"), fingerprint: ("SUMMED_BYTES", "BLOCK_WORDS")}
+SIZES = {stream: ("WINDOW_BYTES",), messages: ("DEVICE_BUCKET_BYTES",), fingerprint: ("SUMMED_BYTES", "BLOCK_WORDS")}
 EMBEDDING, MATRIX = 1200 * 1024, 17 * 1024
 MIXED = [((7, 613), torch.float32), ((), torch.bfloat16), ((0, 4), torch.float32), ((500,), torch.bfloat16)]
 """One of many pieces, one of a whole piece, and some of less."""
@@ -35,7 +35,7 @@ def share_of_forecast(number: int, publish: Callable[[WeightGroup, list[torch.Te
         for name in names:
             setattr(module, name, getattr(module, name) // SCALE)
     npu: Any = torch.get_device_module("npu")
-    group = WeightGroup(StoreServer("127.0.0.1", "s" * 32).store(60), 0, 1, "hccl", 60, torch.device("npu", 0))
+    group = WeightGroup(StoreServer("127.0.0.1", []).store(60), 0, 1, "hccl", 60, torch.device("npu", 0))
     weights = [torch.ones(spec.shape, dtype=torch.uint8, device="npu") for spec in SPECS]
     before = npu.memory_allocated()
     npu.reset_peak_memory_stats()
@@ -48,7 +48,7 @@ def share_of_forecast(number: int, publish: Callable[[WeightGroup, list[torch.Te
 @on_emulated_npu
 def test_a_sender_stays_within_the_forecast() -> None:
     def send(group: WeightGroup, weights: list[torch.Tensor]) -> str:
-        return group.send(zip(SPECS, weights, strict=True), stream.DEVICE_BUCKET_BYTES)
+        return group.send(zip(SPECS, weights, strict=True), messages.DEVICE_BUCKET_BYTES)
 
     share = share_of_forecast(2, send)
     assert 0.3 < share <= 1, share
@@ -56,7 +56,7 @@ def test_a_sender_stays_within_the_forecast() -> None:
 
 def receive(group: WeightGroup, weights: list[torch.Tensor], into: dict[str, torch.Tensor]) -> str:
     sums = fingerprint_on(group.device)
-    for own, (spec, tensor) in zip(weights, group.receive(SPECS, stream.DEVICE_BUCKET_BYTES, into), strict=True):
+    for own, (spec, tensor) in zip(weights, group.receive(SPECS, messages.DEVICE_BUCKET_BYTES, into), strict=True):
         sums.add(spec, tensor if into else own.copy_(tensor))
     return sums.hexdigest()
 

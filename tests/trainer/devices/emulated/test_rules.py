@@ -359,7 +359,7 @@ def test_memory_that_is_shared_is_one_memory_in_all_that_map_it() -> None:
 def test_weights_pass_between_two_devices_or_on_one_and_all_copies_are_waited_for() -> None:
     for index in (0, 1):
         sent = torch.randint(0, 256, (PIECE_BYTES + 3,), dtype=torch.uint8)
-        store = StoreServer("127.0.0.1", "s" * 32).store(60.0)
+        store = StoreServer("127.0.0.1", ["s" * 32]).store(60.0)
         with ThreadPoolExecutor(1) as threads:
             sender = threads.submit(HandOver, store, 0, 2, 60.0, torch.device("npu", 0))
             receiver = HandOver(store, 1, 2, 60.0, torch.device("npu", index))
