@@ -2,6 +2,8 @@
 
 Ctrl-C while the module's imports go on ends the process silently, as it ends any other program; Python would print a
 traceback of an import. From when the arguments are parsed it is a KeyboardInterrupt (`command_line.Parser`).
+
+Where nobody reads the output any more, as `head` that has its lines, the process ends silently, too.
 """
 
 # Only what Python itself has loaded by now: the working directory may have modules of any name.
@@ -31,8 +33,20 @@ def leave_out_working_directory() -> None:
 
 
 if __name__ == "__main__":
+    import select
     import signal
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    run(sys.argv[1], sys.argv[2:])
+    try:
+        try:
+            run(sys.argv[1], sys.argv[2:])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)

@@ -37,6 +37,28 @@ def test_it_is_the_program_that_it_starts(tmp_path: Path) -> None:
     assert done.stdout == "__main__ ['1', '--two'] True\n"
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_it_ends_silently_where_nobody_reads_its_output(tmp_path: Path, unbuffered: str) -> None:
+    (tmp_path / "slow_program.py").write_text("print('a line')")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "async_rl.shared.programs.start", "slow_program"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_another_pipe_that_broke_is_an_error(tmp_path: Path) -> None:
+    done = start(tmp_path, "raise BrokenPipeError('of a peer')")
+    assert done.returncode == 1 and "of a peer" in done.stderr
+
+
 DECOYS = ("trainer", "inference_service", "deploy", "benchmarks", "tests", "random", "signal", "logging", "queue")
 BY_DAY = ("run", "serve")
 COMMANDS = {
