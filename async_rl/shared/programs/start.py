@@ -15,6 +15,8 @@ from collections.abc import Sequence
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 """Where our packages are, installed or in a checkout."""
 
+STDOUT = 1
+
 
 def run(module: str, arguments: Sequence[str]) -> None:
     """Runs the module as the main program."""
@@ -42,11 +44,12 @@ if __name__ == "__main__":
         try:
             run(sys.argv[1], sys.argv[2:])
         finally:
-            sys.stdout.flush()
+            # There may be no output at all.
+            print(end="", flush=True)
     except BrokenPipeError:
         output = select.poll()
-        output.register(sys.stdout, 0)
-        if not output.poll(0):
+        output.register(STDOUT, 0)
+        if output.poll(0) != [(STDOUT, select.POLLERR)]:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
         sys.exit(128 + signal.SIGPIPE)

@@ -20,6 +20,7 @@ from async_rl.rollouts.publish.publisher import _may_pass
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights import rendezvous, sender
 from async_rl.shared.weights.fingerprint import MakeStream, TensorSpec
+from async_rl.shared.weights.pulse import Pulse
 from async_rl.shared.weights.rendezvous import Rendezvous
 from async_rl.shared.weights.sender import WeightSender, WeightSource
 from async_rl.shared.weights.stream import WeightGroup
@@ -285,24 +286,37 @@ def test_an_error_of_the_stream_itself_ends_the_wait_of_all_and_the_next_move_wo
     assert one.move() is not None and [client(member).num_joins for member in one.members] == [2, 2]
 
 
-def test_a_sender_that_stands_still_has_nobody_left_out_and_ends_the_publish_the_second_time(moves: Any) -> None:
-    timeout_s = 0.8
-    one = moves(None, None, None, timeout_s=timeout_s)
-
-    def slow() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+def slow(timeout_s: float) -> MakeStream:
+    def make_stream() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
         for number, part in enumerate(stream()):
             # A receiver of mapped memory waits for two timeouts.
             time.sleep(2.5 * timeout_s if number == 1 else 0.0)
             yield part
 
+    return make_stream
+
+
+def test_a_sender_that_stands_still_has_nobody_left_out_and_ends_the_publish_the_second_time(moves: Any) -> None:
+    one = moves(None, None, None, timeout_s=0.8)
     assert one.move() is not None
-    assert one.move(make_stream=slow) is None and not one.dropped
+    assert one.move(make_stream=slow(0.8)) is None and not one.dropped
     assert one.move() is not None and [received(member) for member in one.members] == [ALL_RECEIVED] * 3
-    assert one.move(make_stream=slow) is None and not one.dropped
+    assert one.move(make_stream=slow(0.8)) is None and not one.dropped
     with pytest.raises(
         (PublishError, LeaderFailed), match="broke twice because the trainer did nothing for it: it stood"
     ):
-        one.move(make_stream=slow)
+        one.move(make_stream=slow(0.8))
+
+
+def test_where_nobody_says_that_it_stood_still_all_are_tried_again_and_then_one_is_left_out(
+    moves: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of mapped memory, where no member waits for another, the sender names one at once."""
+    monkeypatch.setattr(Pulse, "said", lambda _: "")
+    one = moves(None, None, None, timeout_s=0.8, transport="broadcast")
+    assert one.move() is not None
+    assert one.move(make_stream=slow(0.8)) is None and not one.dropped
+    assert one.move(make_stream=slow(0.8)) is None and len(one.dropped) == 1
 
 
 def test_an_address_without_a_route_is_dropped_before_anybody_is_invited(moves: Any) -> None:

@@ -54,9 +54,19 @@ def test_it_ends_silently_where_nobody_reads_its_output(tmp_path: Path, unbuffer
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
-def test_another_pipe_that_broke_is_an_error(tmp_path: Path) -> None:
-    done = start(tmp_path, "raise BrokenPipeError('of a peer')")
-    assert done.returncode == 1 and "of a peer" in done.stderr
+@pytest.mark.parametrize("output", ["|cat", ">&-"])
+def test_another_pipe_that_broke_is_an_error(tmp_path: Path, output: str) -> None:
+    (tmp_path / "slow_program.py").write_text("raise BrokenPipeError('of a peer')")
+    command = f"{sys.executable} -m async_rl.shared.programs.start slow_program {output}"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert done.stderr.endswith("BrokenPipeError: of a peer\n")
+
+
+def test_it_runs_without_any_output(tmp_path: Path) -> None:
+    (tmp_path / "slow_program.py").write_text("print('a line')")
+    command = f"{sys.executable} -m async_rl.shared.programs.start slow_program >&-"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 DECOYS = ("trainer", "inference_service", "deploy", "benchmarks", "tests", "random", "signal", "logging", "queue")
