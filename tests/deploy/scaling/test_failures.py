@@ -107,7 +107,8 @@ def test_the_time_that_failures_cost_is_the_sum_of_both_pools(run_dir: Path) -> 
     assert found.training.cost_s == pytest.approx((2 + 10 / 2) * seconds)
     fewer_s = batches.mean(replace(set_up, num_instances=2)).seconds - seconds
     losses = [batches.with_loss(set_up, at, 2 * seconds).seconds - seconds for at in MOMENTS]
-    assert all(loss >= 0 for loss in losses) and fewer_s > 0
+    # Of equal batches the two means differ by rounding.
+    assert min(losses) > -1e-9 * seconds and fewer_s > 0
     assert found.instances.cost_s == pytest.approx(sum(losses) / len(losses) + 2 * fewer_s)
     lost = found.instances.cost_s * 6 / 1000 + found.training.cost_s * 2 / 1000
     assert found.share == pytest.approx(lost / (seconds + lost))
