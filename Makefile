@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart test test-fast test-all test-as-intel test-layouts test-gpu test-devices test-vllm test-agents test-trackers test-harness test-browser test-peers vllm containers check docs format clean
 .PHONY: bench-adapters bench-overlap bench-shared-prompt bench-weight-sync bench-producer bench-chaos bench-gpu \
-	bench-between-hosts bench-long-context bench-memory bench-peers bench-dock bench-plan bench-system
+	bench-between-hosts bench-stages bench-long-context bench-memory bench-peers bench-dock bench-plan bench-system
 
 quickstart: $(READY_USER)
 	$(BIN)/async-rl quickstart $(ARGS)
@@ -159,6 +159,9 @@ bench-chaos: $(READY)
 
 bench-between-hosts: $(READY)
 	$(BIN)/python -m benchmarks.between_hosts --json $(ARGS)
+
+bench-stages: $(READY)
+	$(BIN)/python -m benchmarks.stages --json $(ARGS)
 
 bench-gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu --json $(ARGS)

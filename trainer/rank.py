@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 
 from async_rl.config.adapter_section import AdapterSection
 from async_rl.errors import AsyncRLError, LeaderFailed, RunStopped
@@ -16,21 +17,25 @@ from async_rl.shared.protocol.inference import AdapterInfo
 from async_rl.shared.protocol.sender import Content
 from async_rl.shared.weights.fingerprint import Stream, base_digest
 from async_rl.shared.weights.sender import AdapterSource, WeightSource
+from async_rl.shared.weights.stages import StageInvitation, StageSender, StageSent, StageSource
 from trainer.hf.adapter_export import AdapterExport
 from trainer.hf.weight_export import WeightExport
-from trainer.parallel import Parallel
+from trainer.parallel import Parallel, address_for_ranks
 from trainer.shutdown import Shutdown
 from trainer.trainer import MegatronTrainer
 
 STREAM = "stream"
+INVITE = "invite"
+BY_STAGE = "by stage"
 SCORE = "score"
 CHANGE = "change"
 PUBLISHED = "published"
 FAILED = "failed"
 STOPPED = "stopped"
 """Messages of the main rank to the other ranks while it publishes: take part in a stream of the content that follows,
-once per attempt; in scoring the responses that follow; change the weights by the strengths that follow; continue with
-the publication that follows; or end, for the reason that follows: a failure, or because the run was told to."""
+once per attempt; join the weight groups of the further stages, by the invitations that follow; send by stage; take part
+in scoring the responses that follow; change the weights by the strengths that follow; continue with the publication
+that follows; or end, for the reason that follows: a failure, or because the run was told to."""
 
 
 class TrainingRank:
@@ -58,6 +63,7 @@ class TrainingRank:
         self._publish = publish
         self._shutdown = shutdown
         self._require_lease = require_lease
+        self._stage_sender = StageSender()
         self._num_publishes = 0
         self._window = ""
         """The one that is trained, for messages."""
@@ -135,6 +141,11 @@ class TrainingRank:
                     case [message, content] if message == STREAM:
                         with self._megatron.turns.weights():
                             _export_of(self._megatron, content).serve()
+                    case [message, invitations] if message == INVITE:
+                        if self._megatron.export.heads_stage:
+                            self._stage_sender.join(invitations[self._parallel.pp_rank - 1])
+                    case [message] if message == BY_STAGE:
+                        _send_by_stage(self._megatron, self._parallel, self._stage_sender.send)
                     case [message, prompt, responses] if message == SCORE:
                         self._megatron.score(prompt, responses)
                     case [message, strengths] if message == CHANGE:
@@ -177,13 +188,53 @@ def _export_of(megatron: MegatronTrainer, content: Content) -> WeightExport | Ad
     return megatron.adapter_export
 
 
+def stage_hosts(parallel: Parallel) -> list[str]:
+    """An address of the host of each further stage's first rank; all ranks call it together."""
+    hosts = parallel.gather_json(address_for_ranks())
+    num_stage_ranks = parallel.num_ranks // parallel.pp_size
+    return [str(host) for host in hosts[num_stage_ranks::num_stage_ranks]]
+
+
+def _send_by_stage(
+    megatron: MegatronTrainer, parallel: Parallel, send: Callable[[Stream], StageSent]
+) -> list[StageSent]:
+    """One stream of the whole weights, in which all ranks take part; `send` sends a stage's part on its first rank.
+
+    Returns what each stage has sent, on all ranks.
+    """
+    export, sent = megatron.export, None
+    with megatron.turns.weights():
+        if export.heads_stage:
+            own = export.stream(by_stage=True)
+            # Not a generator, which would be closed: the stage's other ranks give all of it in any case.
+            stream = chain(megatron.device_watch.making("reading a tensor for a publish", own))
+            sent = send(stream)
+            for _ in stream:
+                pass
+        else:
+            export.serve(by_stage=True)
+    of_ranks = parallel.gather_json(None if sent is None else asdict(sent))
+    return [StageSent(**each) for each in of_ranks if each is not None]
+
+
 def weight_source(
-    megatron: MegatronTrainer, parallel: Parallel, watch: Callable[[], None], adapter: AdapterInfo | None = None
+    megatron: MegatronTrainer,
+    parallel: Parallel,
+    watch: Callable[[], None],
+    adapter: AdapterInfo | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> WeightSource:
     """The main rank's weights for a publish: announces to the other ranks each operation that they take part in.
 
-    `adapter` is what `adapter_info` returned.
+    `adapter` is what `adapter_info` returned; `hosts` is what `stage_hosts` did, if each stage sends its own weights.
     """
+
+    def invite(invitations: Sequence[StageInvitation]) -> None:
+        parallel.broadcast_json([INVITE, list(map(asdict, invitations))])
+
+    def send_by_stage(send: Callable[[Stream], StageSent]) -> list[StageSent]:
+        parallel.broadcast_json([BY_STAGE])
+        return _send_by_stage(megatron, parallel, send)
 
     def stream(content: Content) -> Stream:
         parallel.broadcast_json([STREAM, content])
@@ -205,9 +256,17 @@ def weight_source(
     alone = None
     if adapter is not None:
         alone = AdapterSource(_export_of(megatron, "adapters").specs, partial(stream, "adapters"), adapter)
-    whole = partial(stream, "whole")
+    export = megatron.export
     return WeightSource(
-        megatron.export.specs, whole, score, change, weights.classes, weights.one_tensor, watch, adapter=alone
+        export.specs,
+        partial(stream, "whole"),
+        score,
+        change,
+        weights.classes,
+        weights.one_tensor,
+        watch,
+        adapter=alone,
+        by_stage=None if hosts is None else StageSource(export.stages, hosts, invite, send_by_stage),
     )
 
 

@@ -36,7 +36,7 @@ from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.parallel import Parallel, address_for_ranks
 from trainer.process_end import end_now
 from trainer.prompt_data import begin_loading, load_prompts_and_contents
-from trainer.rank import NoRolloutSource, TrainingRank, adapter_info, weight_source
+from trainer.rank import NoRolloutSource, TrainingRank, adapter_info, stage_hosts, weight_source
 from trainer.recovery import OwnProducer, ProducerHandle, Recovery, Replicas, Restart
 from trainer.saving import Saving
 from trainer.shared_directory import require_shared
@@ -134,8 +134,9 @@ def open_session(
         # Other ranks only measure times.
         publish, recorder, restart = None, Recorder(), None
         of_adapters = adapter_info(megatron, parallel, config.adapter)
+        hosts = stage_hosts(parallel) if config.publish.transport == "stages" else None
         if producer is not None:
-            source = weight_source(megatron, parallel, shutdown.watch, of_adapters)
+            source = weight_source(megatron, parallel, shutdown.watch, of_adapters, hosts)
             sender = WeightSender(source, config.publish, run_id, parallel.device.BACKEND)
             closing.callback(sender.close)
             publish = partial(producer.control.publish, serve=partial(serve, sender))

@@ -101,10 +101,10 @@ class PublishSection(Section):
     master_address: str | None = Field(
         None, description="this trainer's own address as the instances reach it; by default the one that routes to them"
     )
-    transport: Literal["broadcast", "changes", "snapshot", "ipc"] = Field(
+    transport: Literal["broadcast", "stages", "changes", "snapshot", "ipc"] = Field(
         "broadcast",
-        description="a torch.distributed broadcast, one of what has changed since the last publish, a file that the "
-        "instances read, or memory of a device that both pools share (run.placement)",
+        description="a torch.distributed broadcast, one from each pipeline stage, one of what has changed since the "
+        "last publish, a file that the instances read, or memory of a device that both pools share (run.placement)",
     )
     snapshot_dir: Path | None = Field(
         None,
@@ -120,7 +120,7 @@ class PublishSection(Section):
     @property
     def is_broadcast(self) -> bool:
         """Whether a weight group between processes is formed, and anything is sent over it."""
-        return self.transport in ("broadcast", "changes")
+        return self.transport in ("broadcast", "stages", "changes")
 
     @model_validator(mode="after")
     def _snapshots_have_a_place(self) -> "PublishSection":
@@ -128,5 +128,11 @@ class PublishSection(Section):
             raise ValueError(
                 "publish.transport is 'snapshot', but publish.snapshot_dir is not set: name a directory that trainer "
                 "and instances share, such as one under /dev/shm"
+            )
+        if self.transport == "stages" and self.snapshot_dir is not None:
+            raise ValueError(
+                f"publish.transport is 'stages', but publish.snapshot_dir is {str(self.snapshot_dir)!r}, and one rank "
+                "writes a snapshot, through which all weights would pass: leave publish.snapshot_dir out, or set "
+                "publish.transport to 'broadcast'"
             )
         return self

@@ -222,6 +222,11 @@ class Config(Section):
                 "publish.transport is 'changes', but publish.canary is 'always', which changes all weights before each "
                 "publish: set publish.canary to 'first', or publish.transport to 'broadcast'"
             )
+        if transport == "stages" and self.trainer.pipeline_parallel == 1:
+            raise ValueError(
+                "publish.transport is 'stages', but trainer.pipeline_parallel is 1, and one stage has all weights: set "
+                "publish.transport to 'broadcast'"
+            )
         if transport == "ipc" and self.cluster.training_nodes > 1:
             raise ValueError(
                 f"publish.transport is 'ipc', but cluster.training_nodes is {self.cluster.training_nodes}, and memory "

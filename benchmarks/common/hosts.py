@@ -126,7 +126,7 @@ class Hosts:
         self,
         networks: Mapping[str, str],
         hosts: Mapping[str, Mapping[str, str]],
-        links: Mapping[str, Link] | None = None,
+        links: Mapping[str | tuple[str, str], Link] | None = None,
         disks: Disks | None = None,
     ) -> None:
         """
@@ -134,7 +134,8 @@ class Hosts:
             networks: prefix lengths by network name.
             hosts: by name, each host's address in every network it is part of. The host's own name resolves to its
                 first address; a key that is not a network may give a loopback address for that.
-            links: by network, what each host's link to it is like; see `benchmarks.common.link.why_no_link`.
+            links: by network, what each host's link to it is like, or by host and network what that one is like; see
+                `benchmarks.common.link.why_no_link`.
             disks: by default the hosts share the file system.
         """
         self._prefix = f"arl{os.getpid()}-"
@@ -177,7 +178,7 @@ class Hosts:
         namespace = self._namespace(name)
         ports = {network: f"{network}-{len(self.hosts)}" for network in addresses if network in networks}
         for network, port in ports.items():
-            self._connect(namespace, network, switch, port)
+            self._connect(namespace, network, switch, port, self._links.get((name, network), self._links.get(network)))
             _ip("-n", switch, "link", "set", port, "master", network, "up")
             _ip("-n", namespace, "address", "add", addresses[network] + networks[network], "dev", network)
             _ip("-n", namespace, "link", "set", network, "up")
@@ -190,9 +191,8 @@ class Hosts:
         mounts = self._disks.mounts(name) if self._disks else {}
         return Host(namespace, name, {network: addresses[network] for network in ports}, switch, ports, mounts)
 
-    def _connect(self, namespace: str, network: str, switch: str, port: str) -> None:
+    def _connect(self, namespace: str, network: str, switch: str, port: str, link: Link | None) -> None:
         """Makes the two ends of a host's link: `network` in its namespace, and `port` at the switch."""
-        link = self._links.get(network)
         if link is None or has_netem():
             _ip("-n", namespace, "link", "add", network, "type", "veth", "peer", "name", port, "netns", switch)
             if link is not None:

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class WorkerReceiver:
         self._has_whole_weights, self._adapters = True, None
         try:
             with closing(self._receiver.stream(update, specs)) as stream:
-                for batch in in_batches(stream):
+                for batch in in_batches(stream, dict(zip(update.names, update.stages or (), strict=False))):
                     load_weights(batch)
         except Exception:
             self._receiver.leave()
@@ -142,22 +143,24 @@ def save_adapters(factors: Mapping[str, torch.Tensor], info: AdapterInfo, direct
 
 
 def in_batches(
-    stream: Iterable[tuple[TensorSpec, torch.Tensor]], max_bytes: int = BATCH_BYTES
+    stream: Iterable[tuple[TensorSpec, torch.Tensor]], stages: Mapping[str, int], max_bytes: int = BATCH_BYTES
 ) -> Iterator[NamedTensors]:
     """Cuts the stream where a layer ends, and within a layer before it exceeds `max_bytes`.
 
     vLLM finishes a module once all its tensors have arrived, and keeps them until then.
+
+    Args:
+        stages: of the tensors by name, where each stage's come in order and those of several beside each other.
     """
-    batch: NamedTensors = []
-    size, layer = 0, ""
+    batches: dict[int, NamedTensors] = {}
+    sizes, layers = Counter[int](), dict[int, str]()
     for spec, tensor in stream:
-        found = _LAYER.match(spec.name)
-        this_layer = found[0] if found else ""
-        if batch and (this_layer != layer or size + spec.num_bytes > max_bytes):
-            yield batch
-            batch, size = [], 0
-        batch.append((spec.name, tensor))
-        size += spec.num_bytes
-        layer = this_layer
-    if batch:
-        yield batch
+        stage, found = stages.get(spec.name, 0), _LAYER.match(spec.name)
+        layer = found[0] if found else ""
+        if stage in batches and (layer != layers[stage] or sizes[stage] + spec.num_bytes > max_bytes):
+            yield batches.pop(stage)
+            sizes[stage] = 0
+        batches.setdefault(stage, []).append((spec.name, tensor))
+        sizes[stage] += spec.num_bytes
+        layers[stage] = layer
+    yield from batches.values()

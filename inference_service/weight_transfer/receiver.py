@@ -4,7 +4,7 @@ All calls block; the embedded engine runs them in its own thread. Every wait end
 """
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -13,7 +13,9 @@ from async_rl.errors import PublishError
 from async_rl.shared.model_families import TABLE, ExpertNames, Family
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from async_rl.shared.weights.fingerprint import DeviceFingerprint, Fingerprint, TensorSpec, fingerprint_on
+from async_rl.shared.weights.pulse import Pulse
 from async_rl.shared.weights.snapshot import read_snapshot
+from async_rl.shared.weights.stages import by_turns, fingerprint_of_stages
 from async_rl.shared.weights.store import join_rendezvous
 from async_rl.shared.weights.stream import WeightGroup
 from inference_service.engine_interface import RequestRefused
@@ -82,6 +84,12 @@ def announced_specs(update: UpdateInfo) -> list[TensorSpec]:
                 f"weight {name!r} has dtype {dtype_name!r}: expected the name of a torch dtype, such as 'bfloat16'",
                 "update_info.dtype_names",
             )
+    if update.stages is not None and len(update.stages) != len(update.names):
+        raise RequestRefused(
+            f"update_info.stages has {len(update.stages)} entries, and names {len(update.names)}: expected the stage "
+            "of each tensor",
+            "update_info.stages",
+        )
     return [
         TensorSpec(name, dtype_name, tuple(shape))
         for name, dtype_name, shape in zip(update.names, update.dtype_names, update.shapes, strict=True)
@@ -126,7 +134,8 @@ class WeightReceiver:
     """This worker's membership in a trainer's weight group, the streams it receives, and the last one's fingerprint."""
 
     def __init__(self) -> None:
-        self._group: WeightGroup | None = None
+        self._groups: list[WeightGroup] = []
+        """That of each pipeline stage that sends; one, where the main rank sends all."""
         self._info: InitInfo | None = None
         self._fingerprint: str | None = None
 
@@ -147,8 +156,15 @@ class WeightReceiver:
                 "the trainer is rank 0 and every worker one more",
                 "init_info.rank_offset",
             )
-        store = join_rendezvous(info.master_address, info.master_port, info.secret, info.timeout_s)
-        self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
+        pulse = Pulse(info.timeout_s)
+        try:
+            for port in (info.master_port, *info.stage_ports):
+                store = join_rendezvous(info.master_address, port, info.secret, info.timeout_s)
+                its = info.rank_offset, info.world_size, info.backend, info.timeout_s
+                self._groups.append(WeightGroup(store, *its, pulse=pulse))
+        except PublishError:
+            self.leave()
+            raise
         self._info = info
 
     def stream(
@@ -174,42 +190,65 @@ class WeightReceiver:
             PublishError: no group was joined, or the transfer failed; the group is then left, and a new one must be
                 joined.
         """
-        fingerprint = self.fingerprint_for(update)
+        stage_of = dict.fromkeys(update.names, 0)
+        if update.stages is not None and update.snapshot is None:
+            stage_of = dict(zip(update.names, update.stages, strict=True))
+        num_stages = max(stage_of.values()) + 1
+        if num_stages > max(len(self._groups), 1):
+            raise RequestRefused(
+                f"update_info.stages has {num_stages - 1}, but {len(self._groups)} weight groups were joined: expected "
+                "numbers below that",
+                "update_info.stages",
+            )
+        fingerprints = [self.fingerprint_for(update) for _ in range(num_stages)]
+        parts: list[list[TensorSpec]] = [[] for _ in fingerprints]
+        for spec in specs:
+            parts[stage_of[spec.name]].append(spec)
         tensors = (
-            self._from_group(specs, into or {}, holds)
+            self._from_groups(parts, into or {}, holds)
             if update.snapshot is None
             else _from_snapshot(Path(update.snapshot), specs, into or {})
         )
         with closing(tensors):
             for spec, tensor in tensors:
-                fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
+                fingerprints[stage_of[spec.name]].add(spec, tensor.contiguous().view(-1).view(torch.uint8))
                 yield spec, tensor
-        self._fingerprint = fingerprint.hexdigest()
+        self._fingerprint = fingerprint_of_stages([each.hexdigest() for each in fingerprints])
 
     def fingerprint_for(self, update: UpdateInfo) -> Fingerprint | DeviceFingerprint:
-        """As the sender of this stream computes it."""
-        return Fingerprint() if update.snapshot or self._group is None else fingerprint_on(self._group.device)
+        """As the sender of this stream, or of a stage's part of it, computes it."""
+        return Fingerprint() if update.snapshot or not self._groups else fingerprint_on(self._groups[0].device)
 
-    def _from_group(
-        self, specs: Sequence[TensorSpec], into: Mapping[str, torch.Tensor], holds: str | None
+    def _from_groups(
+        self, parts: Sequence[Sequence[TensorSpec]], into: Mapping[str, torch.Tensor], holds: str | None
     ) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
-        if self._group is None or self._info is None:
+        """Receives each part from the group of its stage."""
+        if not self._groups or self._info is None:
             raise PublishError("no weight group: call /init_weight_transfer_engine before /update_weights")
+        rank, bucket_bytes = self._info.rank_offset, self._info.bucket_bytes
+        groups = self._groups[: len(parts)]
         is_complete = False
-        try:
-            is_there = holds and all(spec.name in into and into[spec.name].is_contiguous() for spec in specs)
-            self._group.announce(self._info.rank_offset, holds if holds and is_there else "")
-            yield from self._group.receive(specs, self._info.bucket_bytes, into)
-            is_complete = True
-        finally:
-            # After any failure the two ends no longer agree on the position in the stream.
-            if not is_complete:
-                self.leave()
+        with ExitStack() as open_parts:
+            try:
+                is_there = all(s.name in into and into[s.name].is_contiguous() for part in parts for s in part)
+                for group in groups:
+                    group.announce(rank, holds if holds and is_there else "")
+                streams = [
+                    open_parts.enter_context(closing(group.begin_to_receive(part, bucket_bytes, into)))
+                    for group, part in zip(groups, parts, strict=True)
+                ]
+                yield from by_turns(parts, streams)
+                is_complete = True
+            finally:
+                # After any failure the two ends no longer agree on the position in the stream.
+                if not is_complete:
+                    open_parts.close()
+                    self.leave()
 
     def leave(self) -> None:
-        """Closes the group, if there is one."""
-        group, self._group, self._info = self._group, None, None
-        if group is not None:
+        """Closes the groups, if there are any."""
+        groups, self._groups, self._info = self._groups, [], None
+        for group in groups:
             group.close()
 
 

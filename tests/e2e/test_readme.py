@@ -181,6 +181,7 @@ def test_every_command_for_users_and_contributors_is_run_by_a_test_or_by_ci() ->
         "quickstart",
         "bench-adapters",
         "bench-between-hosts",
+        "bench-stages",
         "bench-chaos",
         "bench-gpu",
         "bench-long-context",

@@ -107,6 +107,22 @@ def test_a_cut_between_the_training_hosts_ends_both_in_time_and_the_run_resumes(
     assert_same_run(several.run, expected)
 
 
+def test_the_stages_of_two_hosts_send_their_own_weights(
+    make: Callable[..., SeveralHosts], tmp_path: Path, tiny_model: Callable[..., Path]
+) -> None:
+    # Without a canary, whose many short passes take a minute where stages are 20 ms apart.
+    settings = (*SETTINGS, "--trainer.pipeline_parallel=2", "--train.iterations=3", "--publish.canary=off")
+    several = make(*settings, "--publish.transport=stages")
+    for name in ("early", "late"):
+        several.start_instance(name)
+    several.start_trainer()
+    assert several.finish() == [0, 0], several.said()
+    require_proven(several.run.lines("ledger.jsonl"), 3)
+    several.close()
+    expected = on_one_host(tmp_path / "one", tiny_model("qwen3", tied=True), settings)
+    assert_same_run(several.run, expected, but=("fingerprint",))
+
+
 def require_proven(proofs: list[dict[str, object]], num_iterations: int) -> None:
     assert [proof["iteration"] for proof in proofs] == list(range(num_iterations))
     assert all(proof["on_policy"] and proof["num_responses"] == 24 for proof in proofs), proofs

@@ -26,6 +26,7 @@ from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.protocol.sender import Score, Sender
 from async_rl.shared.weights.fingerprint import MakeStream, TensorSpec
 from async_rl.shared.weights.sender import WeightSender, WeightSource
+from tests.support.stage_senders import StageSenders
 
 TENSORS = {
     "embed.weight": torch.arange(3000, dtype=torch.float32).view(60, 50),
@@ -98,12 +99,13 @@ class Publishing:
         through: Sender | None = None,
         probes: bool = True,
         takes_turns: bool = False,
+        num_stages: int = 1,
         **options: Any,
     ) -> tuple[StreamPublisher, InferencePool]:
         """`options` are settings of the publish section; late joiners are admitted if the options allow it.
 
         `source`: what is published, in place of what each call gives, whose tensors are `specs`. `through`: a sender
-        that is there already.
+        that is there already. `num_stages`: so many send the stream together.
         """
         urls = tuple(instance.url for instance in instances)
         pool_section = PoolSection(instances=urls, fleet_address="127.0.0.1:1", timeout_s=20.0)
@@ -122,7 +124,13 @@ class Publishing:
         def score_of_call(*given: Any) -> Any:
             return publisher.score(*given)
 
-        sender = WeightSender(source or WeightSource(specs, stream_of_call, score_of_call), config, "run")
+        stages = None
+        if num_stages > 1:
+            stages = StageSenders(specs, stream_of_call, num_stages)
+            self._closing.append(stages.close)
+        by_stage = None if stages is None else stages.source
+        source = source or WeightSource(specs, stream_of_call, score_of_call, by_stage=by_stage)
+        sender = WeightSender(source, config, "run")
         publisher = StreamPublisher(
             pool,
             self._loop,

@@ -1,4 +1,4 @@
-"""A scripted instance that also receives weights: it joins a real weight group, or reads a snapshot.
+"""A scripted instance that also receives weights: it joins real weight groups, or reads a snapshot.
 
 Script keys, besides those of scripted_instance.py: refuse = route that returns 500; hang = route that never responds;
 die = route that ends the process, before the group (init), before the stream (update) or in it (receive);
@@ -19,17 +19,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import torch
 from aiohttp import web
 
 from async_rl.errors import PublishError
-from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec
-from async_rl.shared.weights.snapshot import read_snapshot
-from async_rl.shared.weights.store import join_rendezvous
+from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.weights.store import RendezvousStore, join_rendezvous
 from async_rl.shared.weights.stream import WeightGroup
+from inference_service.weight_transfer import receiver
+from inference_service.weight_transfer.receiver import WeightReceiver, announced_specs
 from tests.support.lost_store import before_addresses, lose
 from tests.support.scripted_instance import Instance, refusal, serve
 
@@ -37,9 +36,9 @@ from tests.support.scripted_instance import Instance, refusal, serve
 class ReceivingInstance(Instance):
     def __init__(self, script: dict[str, Any]) -> None:
         super().__init__(script)
-        self.group: WeightGroup | None = None
+        self.receiver = WeightReceiver()
+        vars(receiver)["join_rendezvous"] = self.join_rendezvous
         self.init: dict[str, Any] = {}
-        self.fingerprint = ""
         self.sums: list[float] = []
         self.paused = False
         self.updating = False
@@ -117,24 +116,32 @@ class ReceivingInstance(Instance):
     async def init_weight_transfer(self, request: web.Request) -> web.Response:
         if refused := await self.fate("init"):
             return refused
-        self.group = None
+        self.receiver.leave()
         self.init = (await request.json())["init_info"]
         try:
-            self.group = await asyncio.to_thread(self.join)
+            await asyncio.to_thread(self.join)
         except PublishError as error:
             return refusal(500, str(error))
         return web.json_response({})
 
-    def join(self) -> WeightGroup:
-        info = self.init
+    def join(self) -> None:
+        info = InitInfo(**self.init)
         self.stall("come")
-        store = join_rendezvous(info["master_address"], info["master_port"], info["secret"], info["timeout_s"])
+        if self.script.get("poses"):
+            info = info.model_copy(update={"rank_offset": self.others[0]})
+        self.receiver.join(info)
+
+    def join_rendezvous(self, *where: Any) -> RendezvousStore:
+        store = join_rendezvous(*where)
         if self.script.get("broken_groups", 0) > 0:
             self.script["broken_groups"] -= 1
             store = lose(store)
-        store = before_addresses(store, lambda: self.stall("meet"))
-        rank = self.others[0] if self.script.get("poses") else info["rank_offset"]
-        return WeightGroup(store, rank, info["world_size"], info["backend"], info["timeout_s"])
+        return before_addresses(store, lambda: self.stall("meet"))
+
+    @property
+    def group(self) -> WeightGroup:
+        """That of the first stage."""
+        return self.receiver._groups[0]
 
     async def start(self, request: web.Request) -> web.Response:
         if refused := await self.fate("start"):
@@ -156,41 +163,32 @@ class ReceivingInstance(Instance):
             await asyncio.to_thread(self.receive, info)
         except PublishError as error:
             # Like a real instance: the group is no longer usable, and the update ends.
-            self.group, self.updating = None, False
+            self.receiver.leave()
+            self.updating = False
             self.script["health"] = 503
             return refusal(500, str(error))
         return web.json_response({})
 
     def receive(self, info: dict[str, Any]) -> None:
-        shapes = [tuple(shape) for shape in info["shapes"]]
-        specs = [TensorSpec(*spec) for spec in zip(info["names"], info["dtype_names"], shapes, strict=True)]
-        fingerprint = Fingerprint()
+        update = UpdateInfo(**info)
         self.sums = []
         if lie := LIES.get(self.script.get("lie") or ""):
-            assert self.group is not None
             lie(self)
             if self.script["lie"].startswith("only "):
                 return
-        if info.get("snapshot"):
-            tensors = read_snapshot(Path(info["snapshot"]), specs)
-        else:
-            assert self.group is not None
-            self.group.announce(self.init["rank_offset"])
-            tensors = self.group.receive(specs, self.init["bucket_bytes"])
-        for number, (spec, tensor) in enumerate(tensors):
+        sums: dict[str, float] = {}
+        for number, (spec, tensor) in enumerate(self.receiver.stream(update, announced_specs(update))):
             if self.script.get("die") == "receive":
                 os._exit(1)
-            if number in (0, len(specs) // 2):
+            if number in (0, len(update.names) // 2):
                 self.stall("amid" if number else "first")
                 self.stall("busy")
-            fingerprint.add(spec, tensor.contiguous().view(-1).view(torch.uint8))
-            self.sums.append(float(tensor.double().sum()))
-        self.fingerprint = fingerprint.hexdigest()
+            sums[spec.name] = float(tensor.double().sum())
+        self.sums = [sums[name] for name in update.names]
         self.stall("answer")
 
     def tell(self, *requests: dict[str, Any]) -> None:
         """Says something in the store of its weight group; goes on whatever that answers."""
-        assert self.group is not None
         for request in requests:
             with suppress(PublishError):
                 self.group._store._ask(request)
@@ -221,7 +219,7 @@ class ReceivingInstance(Instance):
 
     async def rpc(self, request: web.Request) -> web.Response:
         assert (await request.json())["method"] == "weight_fingerprint"
-        return web.json_response({"results": [self.script.get("fingerprint") or self.fingerprint]})
+        return web.json_response({"results": [self.script.get("fingerprint") or self.receiver.fingerprint]})
 
 
 def _write(one: ReceivingInstance, key: str, ranks: Sequence[int]) -> None:
@@ -236,7 +234,6 @@ def _delete(one: ReceivingInstance, key: str) -> None:
 
 
 def _accept(one: ReceivingInstance) -> None:
-    assert one.group is not None
     one.group.announce(one.init["rank_offset"])
 
 

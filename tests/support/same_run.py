@@ -1,6 +1,6 @@
 """Whether two runs trained the same, bit for bit; with the settings under which they must be equal."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -27,15 +27,16 @@ KEYS = {
 """What is the same; causes before their effects."""
 
 
-def assert_same_run(run: Run, expected: Run, num_unsampled: int = 0) -> None:
-    """Of so many iterations samples are missing: their producer was lost before it had written them."""
+def assert_same_run(run: Run, expected: Run, num_unsampled: int = 0, but: Collection[str] = ()) -> None:
+    """Of so many iterations samples are missing: their producer was lost before it had written them; the keys `but` are
+    not compared."""
     for name, keys in KEYS.items():
         rows, expected_rows = ([_trained(row) for row in r.lines(name)] for r in (run, expected))
         there = {row["iteration"] for row in rows}
         num_missing = len({row["iteration"] for row in expected_rows} - there)
         assert num_missing == (num_unsampled if name == "samples.jsonl" else 0), name
         expected_rows = [row for row in expected_rows if row["iteration"] in there]
-        _assert_same(name, keys, rows, expected_rows)
+        _assert_same(name, [key for key in keys if key not in but], rows, expected_rows)
     weights, expected_weights = (load_file(r.dir / "model" / "model.safetensors") for r in (run, expected))
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected_weights.items())
 

@@ -6,6 +6,8 @@ expert. The stage's other tensor-parallel ranks send it their parts, or of a ten
 expert-parallel ranks; it assembles the whole tensors and sends them to the main rank. Only the first replica, and the
 first ranks that hold all experts, take part. Each rank holds at most one parcel besides its own weights, plus the one
 that the consumer of the stream still holds.
+
+By stage, the first rank of each pipeline stage takes the main rank's place for the stage's own tensors.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -26,9 +28,11 @@ PARCEL_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Entries that travel in one message from rank `owner` to the main rank, and their tensors, in stream order."""
+    """Entries that travel in one message from rank `owner` to the main rank, or the first one of their `stage`, and
+    their tensors, in stream order."""
 
     owner: int
+    stage: int
     entries: tuple[WeightEntry, ...]
     specs: tuple[TensorSpec, ...]
 
@@ -55,13 +59,24 @@ class WeightExport:
         """The tensors of the stream, in its order, on every rank."""
         return [spec for parcel in self._parcels for spec in parcel.specs]
 
-    def stream(self) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
-        """Main rank: yields (spec, tensor) of every tensor, assembled, on the model's device.
+    @property
+    def stages(self) -> list[int]:
+        """The pipeline stage of each tensor, on every rank."""
+        return [parcel.stage for parcel in self._parcels for _ in parcel.specs]
+
+    @property
+    def heads_stage(self) -> bool:
+        """Whether this is the first rank of its stage."""
+        return self._parallel.rank % self._num_stage_ranks == 0
+
+    def stream(self, *, by_stage: bool = False) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
+        """Main rank: yields (spec, tensor) of every tensor, assembled, on the model's device; by stage, the first rank
+        of each: of the stage's tensors.
 
         A tensor is a view of the model's own weights where these are not divided. A stream that is closed early still
         receives the remaining parcels: each of the other ranks is in `serve`, and must not be left there.
         """
-        parcels = iter(self._parcels)
+        parcels = iter([p for p in self._parcels if self._target(p, by_stage=by_stage) == self._parallel.rank])
         try:
             for parcel in parcels:
                 yield from zip(parcel.specs, self._collect(parcel), strict=True)
@@ -70,21 +85,25 @@ class WeightExport:
                 self._collect(parcel)
             raise
 
-    def serve(self) -> None:
+    def serve(self, *, by_stage: bool = False) -> None:
         """Any other rank: sends its parts of one stream; returns after the stream's last tensor."""
         for parcel in self._parcels:
-            self._give(parcel)
+            self._give(parcel, self._target(parcel, by_stage=by_stage))
 
-    def _give(self, parcel: Parcel) -> None:
+    def _target(self, parcel: Parcel, *, by_stage: bool) -> int:
+        """The rank that a parcel is for."""
+        return parcel.stage * self._num_stage_ranks if by_stage else MAIN_RANK
+
+    def _give(self, parcel: Parcel, target: int) -> None:
         """Another rank's side of one parcel; its buffers are freed before the next parcel's are allocated."""
         if parcel.owner == self._parallel.rank:
-            dist.send(self._whole(parcel)[0], MAIN_RANK)
+            dist.send(self._whole(parcel)[0], target)
         elif self._parallel.rank in self._helpers(parcel):
             dist.send(self._own_part(parcel), parcel.owner)
 
     def _collect(self, parcel: Parcel) -> list[torch.Tensor]:
-        """The main rank's side of one parcel: its tensors."""
-        if parcel.owner != MAIN_RANK:
+        """The side of the rank that a parcel is for: its tensors."""
+        if parcel.owner != self._parallel.rank:
             flat, tensors = self._empty(parcel)
             dist.recv(flat, parcel.owner)
             return tensors
@@ -163,7 +182,7 @@ class WeightExport:
     def _parcel(self, entries: Sequence[WeightEntry]) -> Parcel:
         dtype_name = str(self._dtype).removeprefix("torch.")
         specs = [TensorSpec(name, dtype_name, shape) for e in entries for name, shape in e.hf_shapes.items()]
-        return Parcel(self._owner(entries[0]), tuple(entries), tuple(specs))
+        return Parcel(self._owner(entries[0]), entries[0].stage, tuple(entries), tuple(specs))
 
     def _owner(self, entry: WeightEntry) -> int:
         """The first rank of the stage, or the first rank that has the expert."""

@@ -152,7 +152,8 @@ def _received(config: Config, model: ModelShape) -> list[MemoryPart]:
 
     The buffers through which `ipc` passes it are the main rank's, wherever they are mapped.
     """
-    width, number = WEIGHT_BYTES[config.model.dtype], RECEIVED_MESSAGES[config.inference.engine]
+    num_groups = config.trainer.pipeline_parallel if config.publish.transport == "stages" else 1
+    width, number = WEIGHT_BYTES[config.model.dtype], num_groups * RECEIVED_MESSAGES[config.inference.engine]
     if config.publish.transport == "changes" and config.inference.engine == "transformers":
         return [MemoryPart(PUBLISH, model.num_parameters * width // 2, "changes, at most of half of the weights")]
     if config.trainer.device == "cpu" or config.publish.transport == "snapshot":
@@ -162,7 +163,8 @@ def _received(config: Config, model: ModelShape) -> list[MemoryPart]:
     messages = messages_bytes(message, number, model.num_parameters * width, largest)
     size, reason = messages + FINGERPRINT_BYTES, f"{number} messages, {messages / MIB:,.0f} MiB, and a fingerprint"
     if config.publish.is_broadcast:
-        size, reason = size + COMMUNICATOR_BYTES[config.trainer.device], f"{reason}; the group's buffers"
+        size += num_groups * COMMUNICATOR_BYTES[config.trainer.device]
+        reason += "; the group's buffers" if num_groups == 1 else f"; the buffers of {num_groups} groups"
     return [MemoryPart(PUBLISH, size, reason)]
 
 

@@ -16,7 +16,7 @@ its protocols LL128 and LL, by their sizes in its source); hccl has 2 x HCCL_BUF
 FRAGMENTATION = 0.05
 """Of all that a process has on a device: what its allocator holds and cannot use, an assumption."""
 
-MESSAGE_BYTES = {"broadcast": 320 * MIB, "changes": 320 * MIB, "ipc": 64 * MIB}
+MESSAGE_BYTES = {"broadcast": 320 * MIB, "stages": 320 * MIB, "changes": 320 * MIB, "ipc": 64 * MIB}
 """Between devices, by `publish.transport`: `bucket_bytes_of` in `shared/weights/messages.py`, which needs torch; a test
 compares them."""
 

@@ -29,7 +29,7 @@ ANSWER_MARGIN_S = 5.0
 def announcement(facts: SenderFacts, content: Content) -> UpdateInfo:
     """The tensors of a stream, in its order, as announced to the instances."""
     if content == "whole":
-        return UpdateInfo(names=facts.names, dtype_names=facts.dtype_names, shapes=facts.shapes)
+        return UpdateInfo(names=facts.names, dtype_names=facts.dtype_names, shapes=facts.shapes, stages=facts.stages)
     adapter = facts.adapter
     assert adapter is not None, "these weights have no adapters that are published alone"
     info = AdapterInfo(rank=adapter.rank, alpha=adapter.alpha, base=adapter.base)

@@ -129,7 +129,8 @@ class InitInfo(StrictBody):
     """How a worker joins the trainer's weight group: worker rank = rank_offset + its rank in the instance.
 
     `secret` is of this instance in this group only; its workers must know it to connect to the store at the master
-    address, and enter there as their own ranks.
+    address, and enter there as their own ranks. Where further pipeline stages of the trainer send their own weights,
+    each has a weight group of its own with the same ranks and secrets, whose store is at the next of `stage_ports`.
     """
 
     master_address: str
@@ -140,6 +141,7 @@ class InitInfo(StrictBody):
     backend: Literal["gloo", "nccl", "hccl", "cpu_ipc", "cuda_ipc", "npu_ipc"] = "gloo"
     bucket_bytes: int = Field(ge=1)
     timeout_s: float = Field(gt=0, le=86_400)
+    stage_ports: list[Annotated[int, Field(ge=1, le=65535)]] = Field(default_factory=list, fail_fast=True)
 
 
 class InitRequest(Body):
@@ -166,7 +168,8 @@ class UpdateInfo(StrictBody):
 
     `names` are Hugging Face checkpoint names, `dtype_names` torch attribute names such as "float32". With `snapshot`,
     the path of a safetensors file, they are read from there, in the same order, and no weight group is needed. With
-    `adapter` they are the factors of adapters, named as in peft's files, and the weights below them stay.
+    `adapter` they are the factors of adapters, named as in peft's files, and the weights below them stay. With `stages`
+    each tensor comes from the weight group of its stage, in this order within a stage.
     """
 
     names: list[str] = Field(min_length=1, fail_fast=True)
@@ -174,6 +177,7 @@ class UpdateInfo(StrictBody):
     shapes: list[Annotated[list[int], Field(fail_fast=True)]] = Field(fail_fast=True)
     snapshot: str | None = None
     adapter: AdapterInfo | None = None
+    stages: list[Annotated[int, Field(ge=0)]] | None = Field(None, fail_fast=True)
 
 
 class UpdateRequest(Body):

@@ -61,6 +61,8 @@ class SenderFacts:
     nccl_version: str | None
     """As `async_rl.shared.weights.nccl_version` has it; None if the weights are not sent by NCCL, or there is none."""
     adapter: AdapterFacts | None = None
+    stages: list[int] | None = None
+    """The pipeline stage that sends each tensor, where each sends its own; otherwise the main rank sends all."""
 
 
 @dataclass(frozen=True, slots=True)

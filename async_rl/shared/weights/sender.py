@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
@@ -17,6 +18,7 @@ from async_rl.shared.weights.messages import bucket_bytes_of
 from async_rl.shared.weights.nccl_version import UNKNOWN, nccl_version
 from async_rl.shared.weights.rendezvous import Rendezvous, sender_address
 from async_rl.shared.weights.snapshot_store import SnapshotStore
+from async_rl.shared.weights.stages import StageSource, put_together, send_part
 from async_rl.shared.weights.stream import WeightGroup
 
 
@@ -53,6 +55,8 @@ class WeightSource:
     watch: Callable[[], None] = lambda: None
     """See `Sender.watch`."""
     adapter: AdapterSource | None = None
+    by_stage: StageSource | None = None
+    """Where each pipeline stage sends its own part of the whole weights, in place of the stream."""
 
 
 class WeightSender:
@@ -81,6 +85,7 @@ class WeightSender:
             one_tensor=list(source.one_tensor),
             nccl_version=None if version.startswith(UNKNOWN) else version,
             adapter=None if source.adapter is None else _facts_of(source.adapter),
+            stages=None if source.by_stage is None else list(source.by_stage.stages),
         )
 
     def facts(self) -> SenderFacts:
@@ -91,6 +96,7 @@ class WeightSender:
 
     def form(self, hosts: Sequence[str], sizes: Sequence[int]) -> Invitations:
         self.leave_group()
+        by_stage = self._source.by_stage
         routes, without = [], {}
         for host in hosts:
             try:
@@ -99,8 +105,13 @@ class WeightSender:
                 without[host] = str(error)
         if without:
             return Invitations([], without)
+        if by_stage is not None:
+            routes += map(address_towards, by_stage.hosts)
         address = sender_address(self._config.master_address, routes)
-        self._rendezvous = Rendezvous(sizes, address, self._config, self._backend)
+        num_stages = 1 if by_stage is None else by_stage.num_stages
+        self._rendezvous = Rendezvous(sizes, address, self._config, self._backend, num_stages=num_stages)
+        if by_stage is not None:
+            by_stage.invite(self._rendezvous.stage_invitations())
         return Invitations([info.model_dump() for info in self._rendezvous.invitations()], {})
 
     def wait_formed(self, timeout_s: float) -> Forming:
@@ -117,7 +128,9 @@ class WeightSender:
         return self._group.wait_accepted(timeout_s)
 
     def send(self, version: str, content: Content) -> Sent:
-        group = self._group
+        group, by_stage = self._group, self._source.by_stage
+        if by_stage is not None and content == "whole":
+            return put_together(by_stage.send(partial(send_part, group, self._backend)))
         # Of a group on the host it is the group's own.
         of_file = None if group.device.type == "cpu" else Fingerprint()
         try:

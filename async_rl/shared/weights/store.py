@@ -30,9 +30,11 @@ Request = Mapping[str, Any]
 
 WRITING = frozenset({"set", "add", "compare_set"})
 
-OWNED = re.compile(r"(?:present|update/\d+|ipc/acknowledged/\d+|\d+)/(\d+)|ipc/.*|update/.*|lost/.*|\d+", re.DOTALL)
-"""Keys that only the rank in them may write, and those that only the host may. Each rank of gloo has its address at
-0/rank; where those of nccl and hccl meet, the host says at 0."""
+OWNED = re.compile(
+    r"(?:present|update/\d+|ipc/acknowledged/\d+|\d+)/(\d+)|ipc/.*|update/.*|lost/.*|formed|\d+", re.DOTALL
+)
+"""Keys that only the rank in them may write, and those that only the sender may, which is rank 0. Each rank of gloo has
+its address at 0/rank; where those of nccl and hccl meet, the sender says at 0."""
 
 PROOF_TIMEOUT_S = 5.0
 """How long an unauthenticated connection may stay open."""
@@ -183,14 +185,18 @@ class StoreServer:
     Args:
         address: of this host; the only one it listens on.
         secrets_of_ranks: from 1 on, one for the workers of an instance. Who proves to know it is one of its ranks.
+        secret_of_sender: of rank 0, where that is not in this process.
 
     Raises:
         PublishError: it is not an address of this host.
     """
 
-    def __init__(self, address: str, secrets_of_ranks: Sequence[str]) -> None:
+    def __init__(self, address: str, secrets_of_ranks: Sequence[str], secret_of_sender: str | None = None) -> None:
         self._address = address
+        self._world_size = len(secrets_of_ranks) + 1
         self._secrets = dict(enumerate(secrets_of_ranks, start=1))
+        if secret_of_sender is not None:
+            self._secrets[0] = secret_of_sender
         self._key = secrets.token_bytes(store_wire.PROOF_BYTES)
         self._values = _Values()
         self._lock = threading.Lock()
@@ -290,16 +296,19 @@ class StoreServer:
                 self.has_lost = True
 
     def _answer(self, request: Request, rank: int | None) -> Any:
+        if request["op"] == "set_at_end":
+            # The host's own end ends the store.
+            return None
         if request["op"] != "proofs":
             return self._values.answer(request)
         if rank is None:
             raise PublishError("this connection is that of no rank of the weight group")
-        return store_wire.proofs_of(self._key, rank, len(self._secrets) + 1)
+        return store_wire.proofs_of(self._key, rank, self._world_size)
 
     def _entering(self, key: str, present: int | None, its_ranks: Collection[int]) -> int:
         """The rank that a connection becomes, which is `present` so far."""
-        found = re.fullmatch(r"lost/([1-9]\d{0,8})", key)
-        rank = 0 if found is None else int(found[1])
+        found = re.fullmatch(r"lost/(0|[1-9]\d{0,8})", key)
+        rank = -1 if found is None else int(found[1])
         with self._lock:
             if rank not in its_ranks or present is not None or rank in self._ranks:
                 raise PublishError(f"this member cannot be the one of {key!r}, which is taken, or not of its instance")
@@ -312,9 +321,9 @@ class StoreServer:
 def _require_own(request: Request, rank: int | None) -> None:
     """
     Raises:
-        PublishError: only another rank may write that key, or the host.
+        PublishError: only another rank may write that key, or the sender.
     """
-    if request["op"] not in WRITING | {"delete"}:
+    if request["op"] not in WRITING | {"delete"} or rank == 0:
         return
     found = OWNED.fullmatch(request["key"])
     if found is not None and (found[1] is None or found[1] != str(rank)):

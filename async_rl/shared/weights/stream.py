@@ -13,11 +13,11 @@ alone (`changes.py`).
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -75,10 +75,13 @@ class WeightGroup:
         backend: str,
         timeout_s: float,
         device: torch.device | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         """Returns when all members have connected and proven to each other that they were invited.
 
-        Its tensors are on `device`, by default the calling thread's current device of the backend's kind.
+        Args:
+            device: of its tensors; by default the calling thread's current device of the backend's kind.
+            pulse: of a process that is in further groups: while it waits in one it does nothing in the others.
 
         Raises:
             PublishError: they did not all connect within the timeout.
@@ -92,10 +95,9 @@ class WeightGroup:
         """Sender: of the last stream, to each receiver."""
         self._num_bytes_of_changes: int | None = None
         """Receiver: what the sender has said of the update that it announced last."""
-        self._pulse = Pulse(timeout_s)
+        self._pulse = pulse or Pulse(timeout_s)
         try:
-            if rank:
-                store.enter_as(rank)
+            store.enter_as(rank)
             store.set(_presence(rank), "here")
             # Before gloo, whose waits cannot be ended: it should find everybody there.
             store.wait([_presence(other) for other in range(world_size)])
@@ -260,7 +262,7 @@ class WeightGroup:
 
     def receive(
         self, specs: Sequence[TensorSpec], bucket_bytes: int, into: Mapping[str, torch.Tensor] | None = None
-    ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    ) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
         """Yields (spec, tensor) in stream order.
 
         A tensor that `into` has a contiguous destination for (of the spec's dtype and shape, on the group's device) has
@@ -270,14 +272,27 @@ class WeightGroup:
         Raises:
             PublishError: the broadcast broke, or what it brought is no stream of these tensors.
         """
+        with closing(self.begin_to_receive(specs, bucket_bytes, into)) as found:
+            next(found)
+            yield from cast(Iterator[tuple[TensorSpec, torch.Tensor]], found)
+
+    def begin_to_receive(
+        self, specs: Sequence[TensorSpec], bucket_bytes: int, into: Mapping[str, torch.Tensor] | None = None
+    ) -> Generator[tuple[TensorSpec, torch.Tensor] | None, None, None]:
+        """As `receive`, but yields None first, once the first messages are on their way."""
         destinations = into or {}
         if self._num_bytes_of_changes is not None:
+            yield None
             yield from apply(self._receive_changes(self._num_bytes_of_changes, bucket_bytes), specs, destinations)
             return
         in_flight: deque[_Message] = deque()
+        has_begun = False
         try:
             for message in messages(specs, lambda spec: spec, bucket_bytes, self.device):
                 arrived = []
+                if not has_begun and _is_full(in_flight):
+                    has_begun = True
+                    yield None
                 while _is_full(in_flight):
                     arrived.append(in_flight.popleft())
                     self._wait(arrived[-1])
@@ -286,6 +301,8 @@ class WeightGroup:
                 while arrived:
                     # Without a name, which would keep it in memory while the next ones arrive.
                     yield from _copy_to_destinations(arrived.pop(0), destinations)
+            if not has_begun:
+                yield None
             while in_flight:
                 last = in_flight.popleft()
                 self._wait(last)

@@ -236,6 +236,17 @@ def test_changes_are_sent_only_to_who_can_use_them(config_file: Path, settings: 
     assert load_config(config_file, ["--publish.transport=changes"]).publish.is_broadcast
 
 
+def test_stages_send_only_where_there_are_several_and_no_rank_writes_all(config_file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.pipeline_parallel is 1, .* set publish\.transport to 'broadcast'"):
+        load_config(config_file, ["--publish.transport=stages"])
+    two = ["--publish.transport=stages", "--trainer.pipeline_parallel=2"]
+    with pytest.raises(
+        ConfigError, match=r"publish\.snapshot_dir is '/dev/shm/w', .*: leave publish\.snapshot_dir out"
+    ):
+        load_config(config_file, [*two, "--publish.snapshot_dir=/dev/shm/w"])
+    assert load_config(config_file, two).publish.is_broadcast
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -222,6 +222,8 @@ def test_a_loader_that_refuses_a_tensor_ends_the_update_for_both_sides() -> None
         ({"names": ["a", "a"], "dtype_names": ["float32"] * 2, "shapes": [[1]] * 2}, "'a' is announced twice"),
         ({"dtype_names": ["floaty"]}, "'floaty'"),
         ({"dtype_names": ["nn"]}, "'nn'"),
+        ({"stages": []}, "stages has 0 entries, and names 1"),
+        ({"stages": [0, 1]}, "stages has 2 entries, and names 1"),
     ],
 )
 def test_an_announcement_that_contradicts_itself_is_refused(change: dict[str, Any], message: str) -> None:
@@ -233,8 +235,19 @@ def test_an_announcement_that_contradicts_itself_is_refused(change: dict[str, An
 def test_a_large_layer_comes_in_several_batches_and_a_large_tensor_alone() -> None:
     sizes = {"layers.0.a": 4, "layers.0.b": 4, "layers.0.c": 40, "layers.0.d": 4}
     stream = [(spec(name, torch.zeros(size)), torch.zeros(size)) for name, size in sizes.items()]
-    batches = [[name for name, _ in batch] for batch in in_batches(stream, max_bytes=32)]
+    batches = [[name for name, _ in batch] for batch in in_batches(stream, {}, max_bytes=32)]
     assert batches == [["layers.0.a", "layers.0.b"], ["layers.0.c"], ["layers.0.d"]]
+
+
+def test_of_stages_beside_each_other_each_has_its_layers_in_batches() -> None:
+    names = ["embed", "layers.2.a", "layers.0.a", "layers.2.b", "layers.0.b", "layers.3.a", "layers.1.a", "norm"]
+    stages = {name: int(name == "norm" or name[-3] in "23") for name in names}
+    stream = [(spec(name, torch.zeros(1)), torch.zeros(1)) for name in names]
+    batches = [[name for name, _ in batch] for batch in in_batches(stream, stages)]
+    assert batches == [
+        *(["embed"], ["layers.2.a", "layers.2.b"], ["layers.0.a", "layers.0.b"]),
+        *(["layers.3.a"], ["layers.1.a"], ["norm"]),
+    ]
 
 
 FACTORS = [

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from async_rl.checks.preflight.model import read_shape
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.shared.weights.fingerprint import Stream
 from tests.support.trainer.own_stores import OwnStores
 from trainer.devices import choose_device
 from trainer.hf.checkpoint import save_hf_checkpoint
@@ -40,13 +41,23 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def check_stream(export: WeightExport, original: dict[str, torch.Tensor]) -> list[str]:
+def check_stream(stream: Stream, original: dict[str, torch.Tensor]) -> list[str]:
     """Names of the tensors that are wrong or missing, empty if all are right."""
     wrong = {name for name in original if not name.endswith("e_score_correction_bias")}
-    for spec, tensor in export.stream():
+    for spec, tensor in stream:
         if torch.equal(tensor, original[spec.name]) and spec.shape == tuple(original[spec.name].shape):
             wrong.discard(spec.name)
     return sorted(wrong)
+
+
+def check_by_stage(export: WeightExport, checkpoint: Path, stage: int) -> list[str]:
+    """The same of this rank's stage alone, on its first rank."""
+    if not export.heads_stage:
+        export.serve(by_stage=True)
+        return []
+    own = {spec.name for spec, each in zip(export.specs, export.stages, strict=True) if each == stage}
+    original = load_file(checkpoint / "model.safetensors")
+    return check_stream(export.stream(by_stage=True), {name: original[name] for name in own})
 
 
 def abandon_stream(export: WeightExport) -> None:
@@ -78,11 +89,12 @@ def run_case(case: dict[str, Any], out: Path) -> dict[str, Any]:
     if parallel.is_main:
         original = load_file(checkpoint / "model.safetensors")
         abandon_stream(export)
-        report["wrong"] = check_stream(export, original)
+        report["wrong"] = check_stream(export.stream(), original)
         del original
     else:
         export.serve()
         export.serve()
+    report["wrong by stage"] = check_by_stage(export, checkpoint, parallel.pp_rank)
     save_hf_checkpoint(model, checkpoint, out)
     report["num_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
     report["peak_bytes"] = parallel.gather_json(peak_of_a_stream(export, parallel.is_main))

@@ -51,6 +51,7 @@ def require_original_streams(reports: list[list[dict[str, Any]]], cases: list[di
         in_order = [name for entry in weight_map(read_shape(checkpoint)) for name in entry.hf_shapes]
         assert all(of_rank[number]["names"] == in_order for of_rank in reports), case
         assert reports[0][number]["wrong"] == [], case
+        assert [of_rank[number]["wrong by stage"] for of_rank in reports] == [[]] * len(reports), case
         original = load_file(checkpoint / "model.safetensors")
         saved = load_file(directory / str(number) / "model.safetensors")
         assert set(saved) == set(original), case

@@ -27,8 +27,18 @@ PLACES = ("come", "meet", "update", "first", "amid", "busy", "answer", "finish")
 LENGTHS = (0.5, 1.0, 1.2, 2.0, None)
 """In timeouts, or for good."""
 
-CASES = [(at, place, length) for at in range(SIZE) for place in PLACES for length in LENGTHS]
-BY_DAY = [(1, "amid", 1.2), (2, "meet", 1.2), (3, "come", 1.0)]
+NUM_STAGES = (1, 2)
+"""Further ones are in this process."""
+
+CASES = [
+    (at, place, length, stages)
+    for at in range(SIZE)
+    for place in PLACES
+    for length in LENGTHS
+    for stages in NUM_STAGES
+    if (place, length) != ("busy", None)
+]
+BY_DAY = [(1, "amid", 1.2, 1), (2, "meet", 1.2, 2), (3, "come", 1.0, 1), (0, "amid", 1.2, 2)]
 
 
 def stream(scale: float) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
@@ -50,13 +60,13 @@ def publishing(loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 @pytest.mark.parametrize(
-    ("at", "place", "length"),
-    [case if case in BY_DAY else at_night(*case) for case in CASES if case[1:] != ("busy", None)],
+    ("at", "place", "length", "num_stages"), [case if case in BY_DAY else at_night(*case) for case in CASES]
 )
 def test_of_a_chain_only_the_one_that_stood_still_may_be_left_out(
-    four: list[Any], publishing: Publishing, at: int, place: str, length: float | None
+    four: list[Any], publishing: Publishing, at: int, place: str, length: float | None, num_stages: int
 ) -> None:
-    publisher, pool = publishing.make(*four, timeout_s=TIMEOUT_S, specs=SPECS, probes=False)
+    options = {"timeout_s": TIMEOUT_S, "num_stages": num_stages}
+    publisher, pool = publishing.make(*four, specs=SPECS, probes=False, **options)
     if place not in ("come", "meet"):
         assert len(publisher.publish("run-0", lambda: stream(0.0)).instances) == SIZE
     four[at].rescript(stall=[place, None if length is None else length * TIMEOUT_S])
