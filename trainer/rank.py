@@ -93,6 +93,10 @@ class TrainingRank:
         self._shutdown.separate()
         return publication
 
+    def close(self) -> None:
+        """Leaves the weight group of its stage, if it has one of its own."""
+        self._stage_sender.leave()
+
     def windows(self, order: TrainingOrder) -> Iterator[Window]:
         self._shutdown.separate()
         order.watch = self._shutdown.watch

@@ -142,10 +142,12 @@ def open_session(
             publish = partial(producer.control.publish, serve=partial(serve, sender))
             recorder = RemoteRecorder(producer.control, require_lease)
             restart = Restart(config, producer, sender, contents, replicas, recorder, require_lease, shutdown.watch)
+        rank = TrainingRank(megatron, parallel, run_id, publish, shutdown, require_lease)
+        closing.callback(rank.close)
         yield Session(
             counted.train,
             megatron,
-            TrainingRank(megatron, parallel, run_id, publish, shutdown, require_lease),
+            rank,
             prompts,
             rollouts or NoRolloutSource(),
             make_ledger(config, parallel, require_lease),

@@ -119,6 +119,10 @@ FAMILIES = {
 }
 """Beside qwen3, which the other tests have: of sizes that vLLM's kernels on CPU take."""
 
+BY_STAGE = ("--trainer.pipeline_parallel=2", "--publish.transport=stages")
+SETTINGS = {"llama": BY_STAGE, "qwen3_next": BY_STAGE}
+"""Beside those of every family."""
+
 
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[] if name == "qwen3_moe" else pytest.mark.nightly) for name in FAMILIES]
@@ -135,6 +139,7 @@ def test_every_publish_of_every_family_leaves_the_trainers_model_in_vllm(
         *("--inference.engine", "vllm", "--inference.python", vllm_python, "--train.iterations", "4"),
         *("--prompts.prompts_per_batch", "4", "--rollout.responses_per_prompt", "4"),
         *("--rollout.max_response_tokens", "32", "--optimizer.learning_rate", "1e-3", "--model.dtype", dtype),
+        *SETTINGS.get(family, ()),
     )
     assert run.finish(FINISH_TIMEOUT_S) == 0, run.everything_said()
     proofs = run.lines("ledger.jsonl")

@@ -110,7 +110,9 @@ LAYOUTS = {
         *("qwen3", BF16, "--trainer.num_processes=2", "--trainer.tensor_parallel=2"),
         "--trainer.recompute=full",
     ),
-    "pp2": ("qwen3", BF16, "--trainer.num_processes=2", "--trainer.pipeline_parallel=2"),
+    "pp2": (
+        *("qwen3", BF16, "--trainer.num_processes=2", "--trainer.pipeline_parallel=2", "--publish.transport=stages"),
+    ),
     "experts": ("all_experts", BF16),
     "ep2": ("qwen3_moe", "--trainer.num_processes=2", "--trainer.expert_parallel=2"),
     "ppo": (
