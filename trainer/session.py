@@ -31,7 +31,7 @@ from async_rl.shared.checkpoint_names import checkpoints_dir, newest_checkpoint
 from async_rl.shared.files import write_file
 from async_rl.shared.locks.lease import TTL_S, Lease, take_lease
 from async_rl.shared.locks.run_lock import lock_run, make_run_dir, may_be_replaced
-from async_rl.shared.weights.sender import WeightSender
+from async_rl.shared.weights.sender import WeightSender, WeightSource
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.parallel import Parallel, address_for_ranks
 from trainer.process_end import end_now
@@ -99,18 +99,12 @@ def open_session(
     with ExitStack() as closing:
         lease = closing.enter_context(_claim(config.run)) if parallel.is_main else None
         require_lease = lease.require if lease is not None else _do_nothing
-        lost_after_s = config.trainer.lost_after_s
         producer = control = mine = None
         if lease is not None:
-            start_again = partial(start, config, lease.name, address_for_ranks())
-            producer = closing.enter_context(OwnProducer(start_again, lost_after_s))
-            producer.connect()
+            producer = _start_producer(closing, config, partial(start, config, lease.name, address_for_ranks()))
             control = producer.control
             # The id is unique per start, so that an instance of an earlier start is never taken for one of this start.
             mine = [secrets.token_hex(4), lease.name, lease.term, astuple(producer.address)]
-            if config.run.placement == "turns":
-                control.call("rest")
-            begin_loading(config, control)
         if config.run.placement == "turns":
             # No rank takes memory on its device before instances of an earlier start have left it.
             parallel.broadcast_json([] if parallel.is_main else None)
@@ -133,10 +127,8 @@ def open_session(
             rollouts = _connect(closing, config, parallel, shutdown, ProducerAddress(*address_of_producer))
         # Other ranks only measure times.
         publish, recorder, restart = None, Recorder(), None
-        of_adapters = adapter_info(megatron, parallel, config.adapter)
-        hosts = stage_hosts(parallel) if config.publish.transport == "stages" else None
+        source = _weight_source(config, parallel, megatron, shutdown)
         if producer is not None:
-            source = weight_source(megatron, parallel, shutdown.watch, of_adapters, hosts)
             sender = WeightSender(source, config.publish, run_id, parallel.device.BACKEND)
             closing.callback(sender.close)
             publish = partial(producer.control.publish, serve=partial(serve, sender))
@@ -153,9 +145,26 @@ def open_session(
             make_ledger(config, parallel, require_lease),
             recorder,
             saving,
-            Recovery(parallel, shutdown, megatron, saving, rollouts, restart, lost_after_s),
+            Recovery(parallel, shutdown, megatron, saving, rollouts, restart, config.trainer.lost_after_s),
             control,
         )
+
+
+def _start_producer(closing: ExitStack, config: Config, start: Callable[[], ProducerHandle]) -> OwnProducer:
+    """Connected; it loads the data meanwhile."""
+    producer = closing.enter_context(OwnProducer(start, config.trainer.lost_after_s))
+    producer.connect()
+    if config.run.placement == "turns":
+        producer.control.call("rest")
+    begin_loading(config, producer.control)
+    return producer
+
+
+def _weight_source(config: Config, parallel: Parallel, megatron: MegatronTrainer, shutdown: Shutdown) -> WeightSource:
+    """The main rank's; all ranks call it together."""
+    of_adapters = adapter_info(megatron, parallel, config.adapter)
+    hosts = stage_hosts(parallel) if config.publish.transport == "stages" else None
+    return weight_source(megatron, parallel, shutdown.watch, of_adapters, hosts)
 
 
 def _counted(config: Config, num_prompts: int) -> Config:

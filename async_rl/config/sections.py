@@ -26,6 +26,7 @@ from async_rl.config.rollout_section import SINGLE_TURN, RolloutSection
 from async_rl.config.section import ProgramText, Section
 from async_rl.config.train_section import OptimizerSection, TrainSection
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.config.transport import faults_of_transport
 from async_rl.errors import ConfigError
 
 
@@ -193,51 +194,10 @@ class Config(Section):
         return {"train": {}} | tree if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
-    def _weights_have_a_way_between_the_devices(self) -> "Config":
-        placement, transport = self.run.placement, self.publish.transport
-        found = f"run.placement is {placement!r}, but publish.transport is {transport!r}, and "
-        snapshot = (
-            "set publish.transport to 'snapshot', and publish.snapshot_dir to a directory in memory, such as "
-            "/dev/shm/weights"
-        )
-        if placement == "separate" and transport == "ipc":
-            raise ValueError(
-                f"{found}an instance with devices of its own does not see the trainer's: set publish.transport to "
-                "'broadcast', or run.placement to 'shared'"
-            )
-        if placement == "turns" and transport == "ipc":
-            raise ValueError(
-                f"{found}the trainer's weights wait on the host while instances have the devices: {snapshot}"
-            )
-        if placement != "separate" and self.publish.is_broadcast:
-            or_ipc = ", or publish.transport to 'ipc'" if placement == "shared" else ""
-            raise ValueError(f"{found}nccl and hccl refuse a group with two ranks on one device: {snapshot}{or_ipc}")
-        if transport == "changes" and self.inference.engine == "vllm":
-            raise ValueError(
-                "publish.transport is 'changes', but inference.engine is 'vllm', which makes other tensors of them "
-                "and needs all each time: set publish.transport to 'broadcast'"
-            )
-        if transport == "changes" and self.publish.canary == "always":
-            raise ValueError(
-                "publish.transport is 'changes', but publish.canary is 'always', which changes all weights before each "
-                "publish: set publish.canary to 'first', or publish.transport to 'broadcast'"
-            )
-        if transport == "stages" and self.trainer.pipeline_parallel == 1:
-            raise ValueError(
-                "publish.transport is 'stages', but trainer.pipeline_parallel is 1, and one stage has all weights: set "
-                "publish.transport to 'broadcast'"
-            )
-        if transport == "ipc" and self.cluster.training_nodes > 1:
-            raise ValueError(
-                f"publish.transport is 'ipc', but cluster.training_nodes is {self.cluster.training_nodes}, and memory "
-                "of a device is mapped on its own host only: set publish.transport to 'snapshot'"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _has_no_contradictions(self) -> "Config":
         """Names all contradictions between sections at once."""
         checks = (
+            self._weights_have_a_way,
             self._something_rewards,
             self._epochs_can_be_counted,
             self._the_critic_is_not_always_alone,
@@ -258,6 +218,9 @@ class Config(Section):
             raise ValueError("\n".join(faults))
         self.require_prompts_for(self.trainer.num_local_ranks * self.cluster.training_nodes)
         return self
+
+    def _weights_have_a_way(self) -> Iterator[str]:
+        return faults_of_transport(self.run.placement, self.publish, self.inference.engine, self.trainer, self.cluster)
 
     def _something_rewards(self) -> Iterator[str]:
         if not self.reward.is_given and self.rollout.program == SINGLE_TURN:

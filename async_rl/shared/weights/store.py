@@ -9,7 +9,6 @@ host tells these two (`RendezvousStore.proofs`). Process groups call `Rendezvous
 
 import re
 import secrets
-import select
 import socket
 import threading
 import time
@@ -23,7 +22,7 @@ from torch.distributed import Store
 
 from async_rl.errors import PublishError
 from async_rl.shared.weights import store_wire
-from async_rl.shared.weights.store_wire import admit, enter, listen, receive_frame, send_frame, shut
+from async_rl.shared.weights.store_wire import Line, admit, enter, listen, receive_frame, send_frame, shut
 
 Request = Mapping[str, Any]
 """`op`, and its arguments: `key` or `keys`, `value` as hex digits, `timeout_s`."""
@@ -44,8 +43,6 @@ MAX_STRANGERS = 64
 
 RETRY_S = 0.05
 """Between attempts to connect, and to accept where no descriptor is free."""
-
-ANSWER_MARGIN_S = 5.0
 
 
 class _Values:
@@ -355,53 +352,8 @@ def join_rendezvous(address: str, port: int, secret: str, timeout_s: float) -> R
                 ) from error
         time.sleep(RETRY_S)
     own_address = str(connection.getsockname()[0])
-    line = _Line(connection, timeout_s)
+    line = Line(connection, timeout_s)
     return RendezvousStore(line.ask, own_address, timeout_s, line.has_ended, line.close)
-
-
-class _Line:
-    """A member's connection: one request at a time, from any thread."""
-
-    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        self._connection = connection
-        self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-
-    def ask(self, request: Request) -> Any:
-        """
-        Raises:
-            PublishError: the host did not respond, or an awaited key was not set in time.
-        """
-        deadline = time.monotonic() + request.get("timeout_s", self._timeout_s) + ANSWER_MARGIN_S
-        with self._lock:
-            try:
-                send_frame(self._connection, request)
-                answer = receive_frame(self._connection, deadline)
-            except (OSError, ValueError) as error:
-                self.close()
-                raise PublishError(f"the host of the weight group's rendezvous is gone: {error}") from error
-        if "error" in answer:
-            raise PublishError(answer["error"])
-        return answer["answer"]
-
-    def has_ended(self) -> bool:
-        """Whether the host has closed the connection. While a request waits for its answer this is not known: the
-        request will notice."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            # Nothing comes unasked but the end. Unlike `select`, this takes file descriptors above 1023.
-            poll = select.poll()
-            poll.register(self._connection, select.POLLIN)
-            return bool(poll.poll(0))
-        except (OSError, ValueError):
-            return True
-        finally:
-            self._lock.release()
-
-    def close(self) -> None:
-        shut(self._connection)
-        self._connection.close()
 
 
 def _bytes(value: bytes | str) -> bytes:

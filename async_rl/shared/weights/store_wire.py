@@ -8,10 +8,12 @@ Proofs are HMACs under that secret, frames are a length and JSON; nothing is enc
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -24,6 +26,10 @@ REFUSED: Final = bytes(PROOF_BYTES)
 
 MAX_FRAME_BYTES: Final = 16 * 2**20
 MIN_WAIT_S: Final = 0.05
+
+ANSWER_MARGIN_S: Final = 5.0
+"""For the host to answer, beyond what a request itself may wait."""
+
 _LENGTH: Final = struct.Struct("!I")
 
 
@@ -108,6 +114,51 @@ def shut(connection: socket.socket) -> None:
     """Wakes all threads that wait for it, here and at the other end."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+class Line:
+    """A member's connection: one request at a time, from any thread."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+
+    def ask(self, request: Mapping[str, Any]) -> Any:
+        """
+        Raises:
+            PublishError: the host did not respond, or an awaited key was not set in time.
+        """
+        deadline = time.monotonic() + request.get("timeout_s", self._timeout_s) + ANSWER_MARGIN_S
+        with self._lock:
+            try:
+                send_frame(self._connection, request)
+                answer = receive_frame(self._connection, deadline)
+            except (OSError, ValueError) as error:
+                self.close()
+                raise PublishError(f"the host of the weight group's rendezvous is gone: {error}") from error
+        if "error" in answer:
+            raise PublishError(answer["error"])
+        return answer["answer"]
+
+    def has_ended(self) -> bool:
+        """Whether the host has closed the connection. While a request waits for its answer this is not known: the
+        request will notice."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            # Nothing comes unasked but the end. Unlike `select`, this takes file descriptors above 1023.
+            poll = select.poll()
+            poll.register(self._connection, select.POLLIN)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):
+            return True
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        shut(self._connection)
+        self._connection.close()
 
 
 def proofs_of(key: bytes, rank: int, world_size: int) -> list[str]:
