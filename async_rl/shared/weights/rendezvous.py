@@ -53,7 +53,7 @@ def sender_address(master_address: str | None, routes: Sequence[str]) -> str:
     if remote and is_loopback(chosen):
         raise PublishError(
             f"publish.master_address = {master_address!r} is {chosen} on this host, where nobody else reaches it, but "
-            f"the way to an instance begins at {remote[0]}: {LEAVE_IT_OUT}"
+            f"the way to an instance, or to the rank of another stage, begins at {remote[0]}: {LEAVE_IT_OUT}"
         )
     return chosen
 

@@ -106,7 +106,10 @@ class WeightSender:
         if without:
             return Invitations([], without)
         if by_stage is not None:
-            routes += map(address_towards, by_stage.hosts)
+            try:
+                routes += map(address_towards, by_stage.hosts)
+            except OSError as error:
+                raise PublishError(f"no route leads to the hosts of further pipeline stages: {error}") from error
         address = sender_address(self._config.master_address, routes)
         num_stages = 1 if by_stage is None else by_stage.num_stages
         self._rendezvous = Rendezvous(sizes, address, self._config, self._backend, num_stages=num_stages)
