@@ -20,6 +20,9 @@ from async_rl.shared.weights.store import join_rendezvous
 from async_rl.shared.weights.stream import WeightGroup
 from inference_service.engine_interface import RequestRefused
 
+END_WITHIN_S = 1.0
+"""For what is on its way from the stages when one of them has broken: less than the trainer waits for an answer."""
+
 
 def parameter_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors a full update consists of, by Hugging Face checkpoint name: the model's own memory.
@@ -242,6 +245,9 @@ class WeightReceiver:
             finally:
                 # After any failure the two ends no longer agree on the position in the stream.
                 if not is_complete:
+                    for group in groups if len(groups) > 1 else ():
+                        # The stage that broke has taken its time; the others' messages come at once, or not at all.
+                        group.end_within_s = END_WITHIN_S
                     open_parts.close()
                     self.leave()
 

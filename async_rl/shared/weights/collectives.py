@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from async_rl.errors import PublishError
 from async_rl.shared.net.local_address import choose_interface
-from async_rl.shared.weights.chain import Chain
+from async_rl.shared.weights.chain import LEAST_S, Chain
 from async_rl.shared.weights.store import RendezvousStore
 from async_rl.shared.weights.store_wire import PROOF_BYTES, NotInvited
 
@@ -138,15 +138,31 @@ class Collectives:
             if not hmac.compare_digest(proofs[place], expects[place]):
                 raise NotInvited(f"whoever is connected as rank {other} is not who was invited as this rank")
 
-    def let_end(self, works: Iterable[Any]) -> None:
-        """Ends work left running by an error: until then it holds connections, and writes to its buffers."""
+    def let_end(self, works: Iterable[Any], within_s: float | None = None) -> None:
+        """Ends work left running by an error: until then it holds connections, and writes to its buffers.
+
+        Args:
+            within_s: for all of it; by default what has no error yet has its own time limit.
+        """
         left = list(works)
         if left and not self._raises_in_time:
             self.abort()
             return
+        if left and within_s is not None:
+            self._end_within(left, within_s)
+            return
         for work in left:
             with suppress(RuntimeError):
                 work.wait()
+
+    def _end_within(self, works: list[Any], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        try:
+            for work in works:
+                work.wait(max(deadline - time.monotonic(), LEAST_S))
+        except (RuntimeError, TimeoutError):
+            if self._group is not None:
+                self._group.abort()
 
     def abort(self) -> None:
         """Ends running work, here and thereby at the other members; the group is unusable afterwards."""

@@ -151,7 +151,7 @@ class HandOver:
             self._await_all(self._num_acknowledged)
             self._num_acknowledged += 1
 
-    def let_end(self, works: object) -> None:
+    def let_end(self, works: object, within_s: float | None = None) -> None:
         """Does nothing: an error leaves nothing running."""
 
     def close(self) -> None:

@@ -93,6 +93,8 @@ class WeightGroup:
         self._num_updates = self._num_words = 0
         self.num_bytes_sent = 0
         """Sender: of the last stream, to each receiver."""
+        self.end_within_s: float | None = None
+        """Receiver: for what is on its way when a stream is closed; by default its own time limit."""
         self._num_bytes_of_changes: int | None = None
         """Receiver: what the sender has said of the update that it announced last."""
         self._pulse = pulse or Pulse(timeout_s)
@@ -308,7 +310,7 @@ class WeightGroup:
                 self._wait(last)
                 yield from _copy_to_destinations(last, destinations)
         finally:
-            self._collectives.let_end(message.work for message in in_flight)
+            self._collectives.let_end((message.work for message in in_flight), self.end_within_s)
 
     def _receive_changes(self, num_bytes: int, bucket_bytes: int) -> torch.Tensor:
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
