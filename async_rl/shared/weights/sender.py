@@ -105,10 +105,10 @@ class WeightSender:
                 without[host] = str(error)
         if without:
             return Invitations([], without)
+        num_stages, of_stages = 1, list[str]()
         if by_stage is not None:
-            routes += map(address_towards, by_stage.hosts)
-        address = sender_address(self._config.master_address, routes)
-        num_stages = 1 if by_stage is None else by_stage.num_stages
+            num_stages, of_stages = by_stage.num_stages, list(map(address_towards, by_stage.hosts))
+        address = sender_address(self._config.master_address, routes, of_stages)
         self._rendezvous = Rendezvous(sizes, address, self._config, self._backend, num_stages=num_stages)
         if by_stage is not None:
             by_stage.invite(self._rendezvous.stage_invitations())
