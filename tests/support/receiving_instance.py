@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 from aiohttp import web
@@ -188,10 +189,10 @@ class ReceivingInstance(Instance):
         self.stall("answer")
 
     def tell(self, *requests: dict[str, Any]) -> None:
-        """Says something in the store of its weight group; goes on whatever that answers."""
-        for request in requests:
+        """Says something in the store of each of its weight groups; goes on whatever that answers."""
+        for group, request in product(self.receiver._groups, requests):
             with suppress(PublishError):
-                self.group._store._ask(request)
+                group._store._ask(request)
 
     @property
     def others(self) -> list[int]:

@@ -110,10 +110,10 @@ class Broadcast:
         if infos is None:
             return False
         owners = {info.rank_offset + i: member for member, info in infos.items() for i in range(sizes[member])}
+        # They join the group of one stage after the other.
+        joining_s = max(1 + len(info.stage_ports) for info in infos.values()) * timeout_s + ANSWER_MARGIN_S
         calls = InstanceCalls(
-            self._loop,
-            members,
-            lambda member: member.client.init_weight_transfer(infos[member], timeout_s + ANSWER_MARGIN_S),
+            self._loop, members, lambda member: member.client.init_weight_transfer(infos[member], joining_s)
         )
         absent: set[Member] = set()
         late: set[Member] = set()

@@ -30,7 +30,7 @@ POLL_S = 0.01
 LEAVE_IT_OUT = "leave it out, which takes the address that routes to the instances, or give one of this host"
 
 
-def sender_address(master_address: str | None, routes: Sequence[str]) -> str:
+def sender_address(master_address: str | None, routes: Sequence[str], of_stages: Sequence[str] = ()) -> str:
     """The address of this host at which all instances can reach it, and each other.
 
     All members of a group connect to all others, so they use one address, which is not loopback if an instance is on
@@ -39,11 +39,13 @@ def sender_address(master_address: str | None, routes: Sequence[str]) -> str:
     Args:
         master_address: the configured address, an address or a name of this host.
         routes: for each instance, the source address of this host's route to it.
+        of_stages: the same for further senders. They reach the instances, which may not reach the trainer's network.
 
     Raises:
         PublishError: the configured address is not reachable for all instances.
     """
-    remote = [address for address in routes if not is_loopback(address)]
+    elsewhere = ([address for address in each if not is_loopback(address)] for each in (routes, of_stages))
+    remote = next(filter(None, elsewhere), [])
     if master_address is None:
         return Counter(remote or routes).most_common(1)[0][0]
     try:
@@ -53,7 +55,7 @@ def sender_address(master_address: str | None, routes: Sequence[str]) -> str:
     if remote and is_loopback(chosen):
         raise PublishError(
             f"publish.master_address = {master_address!r} is {chosen} on this host, where nobody else reaches it, but "
-            f"the way to an instance, or to the rank of another stage, begins at {remote[0]}: {LEAVE_IT_OUT}"
+            f"the way to an instance or another stage begins at {remote[0]}: {LEAVE_IT_OUT}"
         )
     return chosen
 

@@ -105,13 +105,13 @@ class WeightSender:
                 without[host] = str(error)
         if without:
             return Invitations([], without)
+        num_stages, of_stages = 1, list[str]()
         if by_stage is not None:
             try:
-                routes += map(address_towards, by_stage.hosts)
+                num_stages, of_stages = by_stage.num_stages, list(map(address_towards, by_stage.hosts))
             except OSError as error:
                 raise PublishError(f"no route leads to the hosts of further pipeline stages: {error}") from error
-        address = sender_address(self._config.master_address, routes)
-        num_stages = 1 if by_stage is None else by_stage.num_stages
+        address = sender_address(self._config.master_address, routes, of_stages)
         self._rendezvous = Rendezvous(sizes, address, self._config, self._backend, num_stages=num_stages)
         if by_stage is not None:
             by_stage.invite(self._rendezvous.stage_invitations())

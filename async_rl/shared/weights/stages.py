@@ -5,10 +5,12 @@ stage is rank 0 of its stage's group. So the main rank's link carries a part of 
 do not pass through its memory. An instance that leaves one group leaves all.
 """
 
+import heapq
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -99,21 +101,24 @@ def fingerprint_of_stages(fingerprints: Sequence[str]) -> str:
 def by_turns(
     parts: Sequence[Sequence[TensorSpec]], tensors: Sequence[Iterator[tuple[TensorSpec, torch.Tensor] | None]]
 ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Yields the tensors of all parts of a stream, each from `WeightGroup.begin_to_receive`: always one of that of
-    which the smallest share of bytes has come, so that all are on their way at once, and in an order that is the same
-    for every receiver."""
+    """Yields the tensors of all parts of a stream, each from `WeightGroup.begin_to_receive`: always the one with which
+    its part has come to the smallest share of its bytes, so that a large one is on its way while smaller ones of the
+    other parts are taken, and in an order that is the same for every receiver."""
     for each in tensors:
         next(each)
-    total = [sum(spec.num_bytes for spec in part) for part in parts]
-    come = {number: 0 for number, part in enumerate(parts) if part}
-    while come:
-        number = min(come, key=lambda each: come[each] / total[each])
-        found = next(tensors[number], None)
-        if found is None:
-            del come[number]
-            continue
-        come[number] += found[0].num_bytes
+    for _, number in heapq.merge(*(_turns(number, part) for number, part in enumerate(parts))):
+        found = next(tensors[number])
+        assert found is not None, "only the first is none"
         yield found
+    for each in tensors:
+        next(each, None)
+
+
+def _turns(number: int, part: Sequence[TensorSpec]) -> Iterator[tuple[float, int]]:
+    """For each tensor of a part: the share of its bytes that has come with it, and the part's number."""
+    come = list(accumulate(spec.num_bytes for spec in part))
+    for each in come:
+        yield each / max(come[-1], 1), number
 
 
 class StageSender:

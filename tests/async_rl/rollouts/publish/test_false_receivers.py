@@ -33,7 +33,7 @@ def make(
     # A publish is of 25 pieces.
     monkeypatch.setattr(ipc, "PIECE_BYTES", 1000)
     publishing = Publishing(loop)
-    yield lambda *instances, **options: publishing.make(*instances, transport="ipc", **options)
+    yield lambda *instances, **options: publishing.make(*instances, **{"transport": "ipc"} | options)
     publishing.close()
     for instance in pair:
         instance.rescript(lie=None, answers=None, poses=False)
@@ -55,6 +55,18 @@ def test_a_false_member_harms_and_blames_nobody_else(pair: list[Any], make: Any,
         assert pair[liar].url in (pool.members[liar].reason or "")
     pair[liar].rescript(lie=None)
     assert len(publish(publisher, "run-3", 5.0)) == 2 and pair[liar].sums() == honest.sums() == sums(5.0)
+
+
+@pytest.mark.parametrize("lie", sorted(HARMLESS))
+def test_what_a_member_says_for_others_is_refused_in_the_group_of_each_stage(
+    pair: list[Any], make: Any, lie: str
+) -> None:
+    publisher, _ = make(*pair, transport="stages", num_stages=3)
+    publish(publisher, "run-0")
+    pair[0].rescript(lie=lie)
+    for scale in (2.0, 3.0):
+        assert len(publish(publisher, f"run-{scale}", scale)) == 2
+        assert [each.sums() for each in pair] == [sums(scale)] * 2
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "ipc"])

@@ -1,6 +1,7 @@
 """Publishes whose stream several stages send at once: equal weights, faults of either end, and who may enter."""
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import PublishError
+from async_rl.rollouts.publish import broadcast
 from async_rl.rollouts.publish import publisher as publisher_module
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights.fingerprint import Fingerprint, TensorSpec
@@ -51,6 +53,14 @@ def test_the_parts_come_in_proportion_to_their_bytes_and_each_in_its_order() -> 
             "each is behind another by a tensor at most"
         )
     assert [[spec for spec in order if spec in part] for part in parts] == parts
+
+
+def test_a_large_tensor_is_on_its_way_while_the_other_parts_come_as_far() -> None:
+    sizes = [[50, 25, 25], [2, 2, 2, 2, 2]]
+    parts = [[TensorSpec(f"{at}.{n}", "uint8", (size,)) for n, size in enumerate(of)] for at, of in enumerate(sizes)]
+    tensors = [iter([None, *((spec, torch.empty(spec.shape)) for spec in part)]) for part in parts]
+    in_order = [spec.name for spec, _ in by_turns(parts, tensors)]
+    assert in_order == ["1.0", "1.1", "0.0", "1.2", "0.1", "1.3", "0.2", "1.4"]
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -103,6 +113,27 @@ def test_a_stage_that_does_not_come_is_named_and_no_instance_is_blamed(
     with pytest.raises(PublishError, match=named):
         publish(publisher, "run-0")
     assert {member.reason for member in pool.members} == {"it has not received any weights of this run yet"}
+
+
+def test_one_that_waits_for_each_stage_in_turn_has_a_timeout_for_each(
+    start_receivers_once: Callable[..., list[Any]], publishing: Publishing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "ANSWER_MARGIN_S", 0.5)
+    timeout_s = 4.0
+    instances = start_receivers_once({}, {})
+    stages = StageSenders(SPECS, stream, 2)
+
+    def invite(invitations: Any) -> None:
+        # After the other instance.
+        threading.Timer(1.5 * timeout_s, stages.source.invite, [invitations]).start()
+
+    late = StageSource(stages.source.stages, stages.source.hosts, invite, stages.source.send)
+    publisher, pool = publishing.make(
+        *instances, source=WeightSource(SPECS, stream, by_stage=late), timeout_s=timeout_s, probes=False
+    )
+    instances[1].rescript(stall=["come", 0.75 * timeout_s])
+    assert len(publish(publisher, "run-0")) == 2, [member.reason for member in pool.members]
+    stages.close()
 
 
 def test_only_its_sender_enters_a_further_stage_as_rank_0_or_says_that_its_group_is_formed() -> None:

@@ -29,6 +29,9 @@ def test_the_meeting_is_where_all_instances_reach_it() -> None:
     assert sender_address(None, ["10.1.0.1", "10.2.0.1", "127.0.0.1", "10.2.0.1"]) == "10.2.0.1"
     assert sender_address(None, ["::1", "fd00::2"]) == "fd00::2"
     assert sender_address(None, ["fe80::1%eth0"]) == "fe80::1%eth0"
+    # However many stages there are on a network of the trainer's own.
+    assert sender_address(None, ["10.0.0.1", "127.0.0.1"], ["10.2.0.1"] * 3) == "10.0.0.1"
+    assert sender_address(None, ["127.0.0.1"], ["127.0.0.1", "10.2.0.1"]) == "10.2.0.1"
 
 
 def test_a_chosen_address_is_taken_unless_nobody_else_reaches_it() -> None:
