@@ -51,7 +51,7 @@ from async_rl.shared.weights.sender import WeightSender, WeightSource
 from benchmarks.common.hosts import Host, Hosts, environment, why_not
 from benchmarks.common.link import Link, why_no_link
 from benchmarks.common.local_producer import LocalProducer as Producer
-from benchmarks.common.random_model import save_random_qwen3, save_word_tokenizer, step
+from benchmarks.common.random_model import TINY, save_random_qwen3, save_word_tokenizer, step
 from benchmarks.common.running_instance import wait_for_url
 
 NETWORKS = ("near", "far")
@@ -60,15 +60,6 @@ PORTS = {"large": 8001, "small": 8002}
 TIMEOUT_S = 300.0
 VERSION = "benchmark"
 
-TINY: dict[str, int] = {
-    "vocab_size": 1024,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
 SIZES: dict[str, dict[str, int]] = {
     "full": {
         "vocab_size": 32_768,

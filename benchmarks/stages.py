@@ -40,7 +40,7 @@ from async_rl.shared.weights.sender import WeightSender, WeightSource
 from async_rl.shared.weights.stages import StageInvitation, StageSender, StageSent, StageSource
 from benchmarks.common.hosts import Hosts, environment, why_not
 from benchmarks.common.link import Link, why_no_link
-from benchmarks.common.random_model import save_random_qwen3
+from benchmarks.common.random_model import TINY, save_random_qwen3
 from benchmarks.common.running_instance import wait_for_url
 
 TIMEOUT_S = 300.0
@@ -55,16 +55,7 @@ SIZES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4,
         "head_dim": 128,
     },
-    # To see that it runs: its figures say nothing.
-    "tiny": {
-        "vocab_size": 1024,
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
+    "tiny": TINY,
 }
 
 Stream = list[tuple[TensorSpec, torch.Tensor]]

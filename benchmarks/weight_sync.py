@@ -40,7 +40,7 @@ from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.messages import BUCKET_BYTES
 from async_rl.shared.weights.sender import WeightSender, WeightSource
 from benchmarks.common.bare_broadcast import TIMEOUT_S, BareBroadcast
-from benchmarks.common.random_model import save_random_qwen3, step
+from benchmarks.common.random_model import TINY, save_random_qwen3, step
 from benchmarks.common.running_instance import running_instance
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -53,16 +53,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
-    # To see that it runs: its figures say nothing.
-    "tiny": {
-        "vocab_size": 1024,
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
+    "tiny": TINY,
 }
 INSTANCE = ("--dtype", "bfloat16", "--max-model-len", "128", "--max-concurrency", "4")
 NUM_INSTANCES = (1, 2)

@@ -20,6 +20,17 @@ STEP = 1e-6
 EOS = 0
 """Ends a response, in the checkpoints of `save_random_qwen3`."""
 
+TINY: dict[str, int] = {
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+"""To see that a benchmark of a publish runs: its figures say nothing."""
+
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {
         "vocab_size": 256,

@@ -233,7 +233,8 @@ class WeightReceiver:
         is_complete = False
         with ExitStack() as open_parts:
             try:
-                is_there = all(s.name in into and into[s.name].is_contiguous() for part in parts for s in part)
+                names = (spec.name for part in parts for spec in part)
+                is_there = holds and all(name in into and into[name].is_contiguous() for name in names)
                 for group in groups:
                     group.announce(rank, holds if holds and is_there else "")
                 streams = [

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.rollouts.publish import publisher as publisher_module
-from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.weights.fingerprint import TensorSpec
 from tests.support.publishing import Publishing
 from tests.support.tiers import at_night
@@ -49,14 +47,6 @@ def stream(scale: float) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
 @pytest.fixture
 def four(start_receivers_once: Callable[..., list[Any]]) -> list[Any]:
     return start_receivers_once(*[{}] * SIZE)
-
-
-@pytest.fixture
-def publishing(loop: EventLoopThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publishing]:
-    monkeypatch.setattr(publisher_module, "RETRY_S", 0.05)
-    publishing = Publishing(loop)
-    yield publishing
-    publishing.close()
 
 
 @pytest.mark.parametrize(
