@@ -2,24 +2,29 @@
 
 import multiprocessing
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from async_rl.shared.weights.store import StoreServer, join_rendezvous
-from async_rl.shared.weights.stream import WeightGroup
-
 TIMEOUT_S = 300.0
 """A busy machine takes minutes to start a process."""
+TIMEOUT = timedelta(seconds=TIMEOUT_S)
 HOST = "127.0.0.1"
-SECRET = "of this benchmark"
+
+
+def gloo_group(store: dist.TCPStore, rank: int, world_size: int) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = TIMEOUT
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
 def receive_bare(port: int, rank: int, world_size: int, num_bytes: int, bucket_bytes: int) -> None:
     """In a process: receives broadcasts of `num_bytes` bytes, and confirms each, until the sender ends."""
     torch.set_num_threads(1)
-    group = WeightGroup(join_rendezvous(HOST, port, SECRET, TIMEOUT_S), rank, world_size, "gloo", TIMEOUT_S)
+    group = gloo_group(dist.TCPStore(HOST, port, timeout=TIMEOUT), rank, world_size)
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     while True:
         try:
@@ -28,13 +33,11 @@ def receive_bare(port: int, rank: int, world_size: int, num_bytes: int, bucket_b
             return
 
 
-def broadcast(group: WeightGroup, buffer: torch.Tensor, bucket_bytes: int) -> None:
+def broadcast(group: Any, buffer: torch.Tensor, bucket_bytes: int) -> None:
     """Broadcasts bucket by bucket from rank 0, then waits for every rank."""
-    collectives: Any = group._collectives
-    gloo = collectives._group
     for bucket in buffer.split(bucket_bytes):
-        gloo.broadcast([bucket], dist.BroadcastOptions()).wait()
-    gloo.barrier(dist.BarrierOptions()).wait()
+        group.broadcast([bucket], dist.BroadcastOptions()).wait()
+    group.barrier(dist.BarrierOptions()).wait()
 
 
 class BareBroadcast:
@@ -42,16 +45,16 @@ class BareBroadcast:
 
     def __init__(self, num_receivers: int, num_bytes: int, bucket_bytes: int) -> None:
         world_size = num_receivers + 1
-        self._server = StoreServer(HOST, [SECRET] * num_receivers)
+        store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
         spawn = multiprocessing.get_context("spawn")
         arguments = (world_size, num_bytes, bucket_bytes)
         self._processes = [
-            spawn.Process(target=receive_bare, args=(self._server.port, rank, *arguments), daemon=True)
+            spawn.Process(target=receive_bare, args=(store.port, rank, *arguments), daemon=True)
             for rank in range(1, world_size)
         ]
         for process in self._processes:
             process.start()
-        self._group = WeightGroup(self._server.store(TIMEOUT_S), 0, world_size, "gloo", TIMEOUT_S)
+        self._group = gloo_group(store, 0, world_size)
         self._buffer = torch.ones(num_bytes, dtype=torch.uint8)
         self._bucket_bytes = bucket_bytes
 
@@ -61,7 +64,7 @@ class BareBroadcast:
         return time.monotonic() - started
 
     def close(self) -> None:
-        self._group.close()
-        self._server.close()
+        # gloo closes its sockets with the object itself.
+        self._group = None
         for process in self._processes:
             process.join()

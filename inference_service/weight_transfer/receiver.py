@@ -20,9 +20,6 @@ from async_rl.shared.weights.store import join_rendezvous
 from async_rl.shared.weights.stream import WeightGroup
 from inference_service.engine_interface import RequestRefused
 
-END_WITHIN_S = 1.0
-"""For what is on its way from the stages when one of them has broken: less than the trainer waits for an answer."""
-
 
 def parameter_views(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors a full update consists of, by Hugging Face checkpoint name: the model's own memory.
@@ -203,23 +200,16 @@ class WeightReceiver:
                 "numbers below that",
                 "update_info.stages",
             )
-        fingerprints = [self.fingerprint_for(update) for _ in range(num_stages)]
-        parts: list[list[TensorSpec]] = [[] for _ in fingerprints]
+        if update.snapshot is not None:
+            yield from self._from_snapshot(Path(update.snapshot), specs, into or {})
+            return
+        parts: list[list[TensorSpec]] = [[] for _ in range(num_stages)]
         for spec in specs:
             parts[stage_of[spec.name]].append(spec)
-        tensors = (
-            self._from_groups(parts, into or {}, holds)
-            if update.snapshot is None
-            else _from_snapshot(Path(update.snapshot), specs, into or {})
-        )
-        with closing(tensors):
-            for spec, tensor in tensors:
-                fingerprints[stage_of[spec.name]].add(spec, tensor.contiguous().view(-1).view(torch.uint8))
-                yield spec, tensor
-        self._fingerprint = fingerprint_of_stages([each.hexdigest() for each in fingerprints])
+        yield from self._from_groups(parts, into or {}, holds)
 
     def fingerprint_for(self, update: UpdateInfo) -> Fingerprint | DeviceFingerprint:
-        """As the sender of this stream, or of a stage's part of it, computes it."""
+        """As the sender of this stream computes it."""
         return Fingerprint() if update.snapshot or not self._groups else fingerprint_on(self._groups[0].device)
 
     def _from_groups(
@@ -242,13 +232,11 @@ class WeightReceiver:
                     for group, part in zip(groups, parts, strict=True)
                 ]
                 yield from by_turns(parts, streams)
+                self._fingerprint = fingerprint_of_stages([group.fingerprint or "" for group in groups])
                 is_complete = True
             finally:
                 # After any failure the two ends no longer agree on the position in the stream.
                 if not is_complete:
-                    for group in groups if len(groups) > 1 else ():
-                        # The stage that broke has taken its time; the others' messages come at once, or not at all.
-                        group.end_within_s = END_WITHIN_S
                     open_parts.close()
                     self.leave()
 
@@ -258,14 +246,17 @@ class WeightReceiver:
         for group in groups:
             group.close()
 
-
-def _from_snapshot(
-    path: Path, specs: Sequence[TensorSpec], into: Mapping[str, torch.Tensor]
-) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
-    try:
-        tensors = read_snapshot(path, specs)
-    except PublishError as error:
-        raise RequestRefused(str(error), "update_info.snapshot") from error
-    for spec, tensor in tensors:
-        own = into.get(spec.name)
-        yield spec, tensor if own is None else own.copy_(tensor)
+    def _from_snapshot(
+        self, path: Path, specs: Sequence[TensorSpec], into: Mapping[str, torch.Tensor]
+    ) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
+        fingerprint = Fingerprint()
+        try:
+            tensors = read_snapshot(path, specs)
+        except PublishError as error:
+            raise RequestRefused(str(error), "update_info.snapshot") from error
+        for spec, tensor in tensors:
+            own = into.get(spec.name)
+            taken = tensor if own is None else own.copy_(tensor)
+            fingerprint.add(spec, taken.contiguous().view(-1).view(torch.uint8))
+            yield spec, taken
+        self._fingerprint = fingerprint.hexdigest()

@@ -84,7 +84,7 @@ class TrainerSide:
             "master_port": self.server.port,
             "secret": secret,
             "world_size": world_size,
-            "backend": "gloo",
+            "backend": "sockets",
             "bucket_bytes": 20_000,
             "timeout_s": timeout_s,
         }
@@ -92,7 +92,7 @@ class TrainerSide:
             self.threads.submit(i.post, "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": rank}})
             for rank, i in enumerate(instances, start=1)
         ]
-        self.group = WeightGroup(self.server.store(timeout_s), 0, world_size, "gloo", timeout_s)
+        self.group = WeightGroup(self.server.store(timeout_s), 0, world_size, "sockets", timeout_s)
         for call in calls:
             call.result()
 

@@ -81,6 +81,6 @@ def problem_of_endless(group: WeightGroup, bucket_bytes: int, *, fails: bool) ->
 
 
 if __name__ == "__main__":
-    address, port, rank, world_size, bucket_bytes, timeout_s, backend = [*sys.argv[1:], "gloo"][:7]
+    address, port, rank, world_size, bucket_bytes, timeout_s, backend = [*sys.argv[1:], "sockets"][:7]
     with Client(address, authkey=KEY) as pipe:
         receive(int(port), int(rank), int(world_size), int(bucket_bytes), float(timeout_s), backend, pipe)

@@ -24,7 +24,7 @@ class Workers:
                 command = [sys.executable, "-m", stream_receiver.__name__, str(listener.address), *map(str, numbers)]
                 self.processes.append(subprocess.Popen(command))
                 self.pipes.append(listener.accept())
-        self.group = WeightGroup(self.server.store(timeout_s), 0, self.world_size, "gloo", timeout_s)
+        self.group = WeightGroup(self.server.store(timeout_s), 0, self.world_size, "sockets", timeout_s)
 
     def tell(self, command: str) -> None:
         for pipe in self.pipes:

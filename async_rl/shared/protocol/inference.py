@@ -138,7 +138,7 @@ class InitInfo(StrictBody):
     secret: str = Field(min_length=32, max_length=1024, repr=False)
     rank_offset: int = Field(ge=1)
     world_size: int = Field(ge=2, le=2**20)
-    backend: Literal["gloo", "nccl", "hccl", "cpu_ipc", "cuda_ipc", "npu_ipc"] = "gloo"
+    backend: Literal["sockets", "nccl", "hccl", "cpu_ipc", "cuda_ipc", "npu_ipc"] = "sockets"
     bucket_bytes: int = Field(ge=1)
     timeout_s: float = Field(gt=0, le=86_400)
     stage_ports: list[Annotated[int, Field(ge=1, le=65535)]] = Field(default_factory=list, fail_fast=True)

@@ -1,139 +1,175 @@
-"""The broadcast of gloo as a chain: each member passes on to the next what it has received.
+"""Weights between hosts without devices: each member of a weight group passes on what it receives to the next one.
 
-A link between hosts so carries the bytes once each way, however many members there are; gloo's own broadcast is a tree,
-in which the sender's link carries them log2(n + 1) times. A message passes in pieces, so the chain takes as long as one
-link, and a piece more for each member. NCCL's broadcast is such a ring already (its src/graph/tuning.cc has no other
-algorithm for it); HCCL chooses among several.
+A link between hosts so carries the bytes once each way, however many members there are; a tree's sender, as gloo's
+broadcast has it, sends log2(n + 1) copies. A message passes in pieces, so the chain takes as long as one link, and a
+piece more for each member. NCCL's broadcast is such a ring already (its src/graph/tuning.cc has no other algorithm for
+it); HCCL chooses among several.
+
+Members are connected by sockets of their own (`links.py`): the end of one is noticed by its neighbours at once, and a
+piece is hashed as it passes, while the processor has it in its cache.
 """
 
+import socket
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
 
 import torch
-import torch.distributed as dist
+import xxhash
 
-PIECE_BYTES = 4 * 2**20
-"""Each member delays the next by so much: 34 ms at 1 Gbit/s. A piece costs a member 0.2 ms of processor time or less,
-beside the 1.4 ms of its bytes."""
+from async_rl.shared.weights.links import connect
+from async_rl.shared.weights.store import ENDED, RendezvousStore
+from async_rl.shared.weights.store_wire import shut
 
-TAG, TAG_OF_NONE = 0, 1
-"""Of all pieces, and of what is never sent."""
+PIECE_BYTES = 2**20
+"""Each member delays the next by so much: 8 ms at 1 Gbit/s. Smaller ones cost more in system calls than they save."""
+
+LOOK_S = 0.05
+"""How often one that waits looks whether the sender has ended the rendezvous."""
 
 LEAST_S = 0.001
-"""gloo takes a timeout of 0 for none."""
+"""A socket takes a timeout of 0 for none."""
+
+STOP_TIMEOUT_S = 10.0
+"""A thread whose connections are closed needs no time."""
+
+ALL_HERE = b"a"
+"""Passed back from the last member: the end of a stream has arrived at all."""
 
 
-class Chain(dist.ProcessGroupGloo):
-    """A process group whose broadcasts pass from rank 0 to 1, from 1 to 2, and so on.
+@dataclass(eq=False, slots=True)
+class Passage:
+    """The work of a broadcast, or of the end of a stream."""
 
-    The work of one has ended when this rank has received all of it, and the next rank has received it from here.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int, options: Any) -> None:
-        super().__init__(store, rank, world_size, options)
-        self._timeout_s: float = options._timeout.total_seconds()
-        self._arrivals: SimpleQueue[_Arrival | None] = SimpleQueue()
-        if 0 < rank < world_size - 1:
-            # Whoever waits for broadcasts also copies and hashes, and must not hold up the ranks behind.
-            name = "async-rl-collective"
-            threading.Thread(target=_pass_all_on, args=(self._arrivals,), name=name, daemon=True).start()
-
-    def broadcast(self, tensors: list[torch.Tensor], _: Any) -> "_Passage":
-        """Of one tensor, uint8 [num_bytes], on the CPU."""
-        (data,) = tensors
-        # One receiver passes nothing on.
-        piece_bytes = PIECE_BYTES if self.size() > 2 else data.numel()
-        pieces = list(data.split(piece_bytes)) if data.numel() else []
-        rank = self.rank()
-        if rank == 0:
-            sends = [self.send([piece], 1, TAG) for piece in pieces]  # type: ignore[attr-defined]
-            return _Passage(lambda _: sends, self._timeout_s)
-        receives = [self.recv([piece], rank - 1, TAG) for piece in pieces]  # type: ignore[attr-defined]
-        if rank == self.size() - 1:
-            return _Passage(lambda _: receives, self._timeout_s)
-        arrival = _Arrival(self, pieces, receives, self._timeout_s, Future())
-        self._arrivals.put(arrival)
-        return _Passage(arrival.sends.result, self._timeout_s)
-
-    def abort(self) -> None:
-        """Closes all connections: nothing is written to buffers afterwards. gloo has no call for it, but does so when a
-        wait ends by its time limit; it does not wake a wait for what is just passing, which ends by its own."""
-        neighbour = self.rank() - 1 if self.rank() else 1
-        with suppress(RuntimeError):
-            never = self.recv([torch.empty(1, dtype=torch.uint8)], neighbour, TAG_OF_NONE)  # type: ignore[attr-defined]
-            never.wait(timedelta(seconds=LEAST_S))
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._arrivals.put(None)
+    data: torch.Tensor | None
+    is_hashed: bool = False
+    digest: bytes = b""
+    """xxh3-128 of a message that is hashed, once it has passed."""
+    problem: str | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
-@dataclass(frozen=True, slots=True)
-class _Passage:
-    """The work of a broadcast."""
+class Chain:
+    """The collectives of one rank, as `collectives.Collectives`; the messages of a stream are followed by its end."""
 
-    last_works: Callable[[float | None], list[Any]]
-    """Waits until all pieces are being sent, at most so many seconds; where the chain ends, it is the work of receiving
-    them."""
-    timeout_s: float
+    def __init__(self, store: RendezvousStore, rank: int, world_size: int, timeout_s: float) -> None:
+        """Returns when all members have connected and proven that they were invited.
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """
         Raises:
-            RuntimeError: it has failed, or was not done within the time limit; its own, unless another is given.
-            TimeoutError: the same.
+            NotInvited, PublishError: as `links.connect`.
         """
-        _wait(self.last_works(timeout_s), self.timeout_s if timeout_s is None else timeout_s)
+        self.device = torch.device("cpu")
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._has_ended = store.has_ended
+        self._before, self._after = connect(store, rank, world_size, timeout_s)
+        self._is_open = True
+        self._passages: SimpleQueue[Passage | None] = SimpleQueue()
+        # Whoever waits for messages also copies them, and must not hold up the ranks behind.
+        self._thread = threading.Thread(target=self._pass_all, name="async-rl-chain", daemon=True)
+        self._thread.start()
 
+    def broadcast(self, data: torch.Tensor, is_hashed: bool = False) -> Passage:
+        """Begins to pass `data`, uint8 [num_bytes], from rank 0 to all, after what was begun before.
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A message that is to be passed on, and the work of receiving each of its pieces."""
+        Raises:
+            RuntimeError: the group is closed.
+        """
+        return self._begin(Passage(data, is_hashed))
 
-    group: Any
-    pieces: list[torch.Tensor]
-    receives: list[Any]
-    timeout_s: float
-    sends: "Future[list[Any]]"
+    def end(self) -> Passage:
+        """Begins the end of a stream: the wait for it lasts until all members have all messages.
 
-    def pass_on(self) -> None:
-        to, sends = self.group.rank() + 1, []
-        unsent = iter(self.pieces)
+        Raises:
+            RuntimeError: the group is closed.
+        """
+        return self._begin(Passage(None))
+
+    def wait(self, passage: Passage) -> None:
+        """Returns when it has passed this rank: what rank 0 sent has been written to its connection.
+
+        Raises:
+            RuntimeError: a connection has ended, or the message did not pass within the timeout.
+        """
+        while not passage.ended.wait(LOOK_S):
+            if self._has_ended():
+                self.close()
+                raise RuntimeError(ENDED)
+        if passage.problem is not None:
+            raise RuntimeError(passage.problem)
+
+    def let_end(self, passages: Iterable[Passage]) -> None:
+        """Ends those left running by an error, and the connections: nothing is written to buffers afterwards."""
+        if any(True for _ in passages):
+            self.close()
+
+    def close(self) -> None:
+        """Closes the connections; a second call does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        ends = [each for each in (self._before, self._after) if each is not None]
+        for each in ends:
+            shut(each)
+        self._passages.put(None)
+        self._thread.join(STOP_TIMEOUT_S)
+        for each in ends:
+            each.close()
+
+    def _begin(self, passage: Passage) -> Passage:
+        if not self._is_open:
+            raise RuntimeError("the group is closed")
+        self._passages.put(passage)
+        return passage
+
+    def _pass_all(self) -> None:
+        problem = None
+        while (passage := self._passages.get()) is not None:
+            if problem is None:
+                try:
+                    self._pass(passage, time.monotonic() + self._timeout_s)
+                except OSError as error:
+                    problem = str(error)
+            passage.problem = problem
+            passage.ended.set()
+            # Without a name, which would keep it in memory while the next one is awaited.
+            del passage
+
+    def _pass(self, passage: Passage, deadline: float) -> None:
+        if passage.data is None:
+            here = memoryview(bytearray(ALL_HERE))
+            if self._after is not None:
+                self._receive(self._after, self._rank + 1, here, deadline)
+            if self._before is not None:
+                self._send(self._before, self._rank - 1, here, deadline)
+            return
+        data = passage.data.numpy().data
+        of_message = xxhash.xxh3_128()
+        for start in range(0, len(data), PIECE_BYTES):
+            piece = data[start : start + PIECE_BYTES]
+            if self._before is not None:
+                self._receive(self._before, self._rank - 1, piece, deadline)
+            if self._after is not None:
+                self._send(self._after, self._rank + 1, piece, deadline)
+            if passage.is_hashed:
+                of_message.update(piece)
+        passage.digest = of_message.digest()
+
+    def _receive(self, connection: socket.socket, rank: int, piece: memoryview, deadline: float) -> None:
         try:
-            _wait(self.receives, self.timeout_s, lambda: sends.append(self.group.send([next(unsent)], to, TAG)))
-            self.sends.set_result(sends)
-        except RuntimeError as error:
-            sends.clear()
-            self.sends.set_exception(RuntimeError(str(error)))
+            while piece:
+                connection.settimeout(max(deadline - time.monotonic(), LEAST_S))
+                if not (num_bytes := connection.recv_into(piece)):
+                    raise ConnectionError("it has ended")
+                piece = piece[num_bytes:]
+        except OSError as error:
+            raise OSError(f"the connection from rank {rank}: {error}") from error
 
-
-def _wait(works: list[Any], timeout_s: float, after_each: Callable[[], object] = lambda: None) -> None:
-    """Waits for one after the other, at most `timeout_s` for all, and forgets them: work that anything refers to, such
-    as the traceback of an error, keeps the connections of a closed group open."""
-    deadline = time.monotonic() + timeout_s
-    try:
-        while works:
-            works.pop(0).wait(timedelta(seconds=max(deadline - time.monotonic(), LEAST_S)))
-            after_each()
-    finally:
-        works.clear()
-
-
-def _pass_all_on(arrivals: "SimpleQueue[_Arrival | None]") -> None:
-    while _pass_next_on(arrivals):
-        pass
-
-
-def _pass_next_on(arrivals: "SimpleQueue[_Arrival | None]") -> bool:
-    """Whether there was one; in a function of its own, which keeps no name of it while it waits for the next."""
-    arrival = arrivals.get()
-    if arrival is not None:
-        arrival.pass_on()
-    return arrival is not None
+    def _send(self, connection: socket.socket, rank: int, piece: memoryview, deadline: float) -> None:
+        try:
+            connection.settimeout(max(deadline - time.monotonic(), LEAST_S))
+            connection.sendall(piece)
+        except OSError as error:
+            raise OSError(f"the connection to rank {rank}: {error}") from error

@@ -55,8 +55,12 @@ class Fingerprint:
         of_tensor = xxhash.xxh3_128()
         for piece in pieces:
             of_tensor.update(piece.numpy().data)
+        self.add_digest(spec, of_tensor.digest())
+
+    def add_digest(self, spec: TensorSpec, of_tensor: bytes) -> None:
+        """Adds one tensor by the xxh3-128 of its bytes."""
         self._fold.update(f"{spec.name}|{spec.dtype_name}|{spec.shape}|".encode())
-        self._fold.update(of_tensor.digest())
+        self._fold.update(of_tensor)
 
     def hexdigest(self) -> str:
         return self._fold.hexdigest()

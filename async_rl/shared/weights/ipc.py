@@ -23,7 +23,7 @@ from pydantic import AfterValidator, Base64Bytes, Field, ValidationError
 from async_rl.errors import PublishError
 from async_rl.shared.protocol.body import StrictBody
 from async_rl.shared.weights.collectives import DEVICES, MemberFailed
-from async_rl.shared.weights.store import RendezvousStore, lost_key
+from async_rl.shared.weights.store import ENDED, RendezvousStore, lost_key
 
 PIECE_BYTES = 64 * 2**20
 """Of each of the two buffers: so large that the words in the store, about a millisecond a piece, do not count."""
@@ -151,7 +151,7 @@ class HandOver:
             self._await_all(self._num_acknowledged)
             self._num_acknowledged += 1
 
-    def let_end(self, works: object, within_s: float | None = None) -> None:
+    def let_end(self, works: object) -> None:
         """Does nothing: an error leaves nothing running."""
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class HandOver:
         deadline = time.monotonic() + self._timeout_s
         while missing := [rank for rank, key in keys.items() if not self._store.check([key])]:
             if self._store.has_ended():
-                raise RuntimeError("the rendezvous of the weight group was ended by its host")
+                raise RuntimeError(ENDED)
             if lost := [rank for rank in missing if self._store.check([lost_key(rank)])]:
                 raise MemberFailed(lost[0], f"ended its connection before it had copied piece {number}")
             if time.monotonic() > deadline:

@@ -11,7 +11,7 @@ from async_rl.shared.protocol.adapter import adapter_fingerprint
 from async_rl.shared.protocol.inference import AdapterInfo
 from async_rl.shared.protocol.sender import AdapterFacts, Content, Forming, Invitations, Score, SenderFacts, Sent
 from async_rl.shared.weights.changes import LastSent
-from async_rl.shared.weights.collectives import MemberFailed
+from async_rl.shared.weights.collectives import SOCKETS, MemberFailed
 from async_rl.shared.weights.fingerprint import Fingerprint, MakeStream, Stream, TensorSpec
 from async_rl.shared.weights.ipc import ipc_backend
 from async_rl.shared.weights.messages import bucket_bytes_of
@@ -63,7 +63,7 @@ class WeightSender:
     """`protocol.sender.Sender` of the process that it is in, for the main thread: the weight group is on that
     thread's current device."""
 
-    def __init__(self, source: WeightSource, config: PublishSection, run_id: str, backend: str = "gloo") -> None:
+    def __init__(self, source: WeightSource, config: PublishSection, run_id: str, backend: str = SOCKETS) -> None:
         """`run_id` names the snapshots of this run, which are written if `publish.snapshot_dir` is set.
 
         Raises:

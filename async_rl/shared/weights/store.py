@@ -30,16 +30,19 @@ Request = Mapping[str, Any]
 WRITING = frozenset({"set", "add", "compare_set"})
 
 OWNED = re.compile(
-    r"(?:present|update/\d+|ipc/acknowledged/\d+|\d+)/(\d+)|ipc/.*|update/.*|lost/.*|formed|\d+", re.DOTALL
+    r"(?:present|chain|chain/linked|update/\d+|ipc/acknowledged/\d+)/(\d+)|ipc/.*|update/.*|lost/.*|formed|\d+",
+    re.DOTALL,
 )
-"""Keys that only the rank in them may write, and those that only the sender may, which is rank 0. Each rank of gloo has
-its address at 0/rank; where those of nccl and hccl meet, the sender says at 0."""
+"""Keys that only the rank in them may write, and those that only the sender may, which is rank 0. Where those of nccl
+and hccl meet, the sender says at 0."""
 
 PROOF_TIMEOUT_S = 5.0
 """How long an unauthenticated connection may stay open."""
 
 MAX_STRANGERS = 64
 """Concurrent connections without a proof; beyond that the oldest ends. A member needs milliseconds to prove itself."""
+
+ENDED = "the rendezvous of the weight group was ended by its host"
 
 RETRY_S = 0.05
 """Between attempts to connect, and to accept where no descriptor is free."""
@@ -105,7 +108,7 @@ class _Values:
             missing = [key for key in keys if key not in self._values]
             raise PublishError(f"no member has said {', '.join(missing)} within {timeout_s:g} s")
         if self._is_closed:
-            raise PublishError("the rendezvous of the weight group was ended by its host")
+            raise PublishError(ENDED)
 
 
 class RendezvousStore(Store):

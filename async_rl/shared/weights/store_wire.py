@@ -59,8 +59,8 @@ def admit(connection: socket.socket, members: Iterable[str], deadline: float) ->
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.settimeout(max(MIN_WAIT_S, deadline - time.monotonic()))
     connection.sendall(ours)
-    theirs = _receive(connection, NONCE_BYTES, deadline)
-    proof = _receive(connection, PROOF_BYTES, deadline)
+    theirs = receive_exactly(connection, NONCE_BYTES, deadline)
+    proof = receive_exactly(connection, PROOF_BYTES, deadline)
     known = [each for each in members if hmac.compare_digest(proof, _proof(each, "member", ours, theirs))]
     connection.sendall(_proof(known[0], "host", ours, theirs) if known else REFUSED)
     connection.settimeout(None)
@@ -77,10 +77,10 @@ def enter(address: str, port: int, secret: str, deadline: float) -> socket.socke
     connection = socket.create_connection((address, port), max(MIN_WAIT_S, deadline - time.monotonic()))
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        theirs = _receive(connection, NONCE_BYTES, deadline)
+        theirs = receive_exactly(connection, NONCE_BYTES, deadline)
         ours = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(ours + _proof(secret, "member", theirs, ours))
-        proof = _receive(connection, PROOF_BYTES, deadline)
+        proof = receive_exactly(connection, PROOF_BYTES, deadline)
         if not hmac.compare_digest(proof, _proof(secret, "host", theirs, ours)):
             whose = "this member's" if proof == REFUSED else "its own"
             raise NotInvited(f"the weight store at {address}:{port} stays closed: {whose} secret is of another meeting")
@@ -101,11 +101,11 @@ def receive_frame(connection: socket.socket, deadline: float | None) -> Any:
         OSError: the connection was lost, or the frame did not arrive by the deadline.
         ValueError: it is too long, or not JSON.
     """
-    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size, deadline))
+    (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size, deadline))
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {length} bytes, expected {MAX_FRAME_BYTES} at most")
     try:
-        return json.loads(_receive(connection, length, deadline))
+        return json.loads(receive_exactly(connection, length, deadline))
     except RecursionError as error:
         raise ValueError(f"a frame of {length} bytes is nested too deeply") from error
 
@@ -177,7 +177,7 @@ def _proof(secret: str, role: str, of_host: bytes, of_member: bytes) -> bytes:
     return hmac.digest(secret.encode(), role.encode() + of_host + of_member, "sha256")
 
 
-def _receive(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytes:
+def receive_exactly(connection: socket.socket, num_bytes: int, deadline: float | None) -> bytes:
     """Receives exactly `num_bytes` bytes; the deadline holds however slowly they arrive."""
     data = b""
     while len(data) < num_bytes:

@@ -1,10 +1,10 @@
 """The weight transport, both ends of it: a group of one sender and all receivers, and buckets.
 
 The trainer's first rank is rank 0 and the only source; every worker of every inference instance is one more rank.
-Tensors are sent in a given order by `torch.distributed` broadcast (gloo, nccl or hccl) or from device to device of one
-host (`ipc.py`): on a CPU large ones alone, directly between their own memory, small ones packed into buckets; between
-devices all are packed. One message is hashed (`fingerprint.py`) while another is sent, on the host for gloo, on the
-device for nccl and hccl. Before each update every receiver announces through the group's store that it accepted the
+Tensors are sent in a given order by a chain of sockets (`chain.py`), by broadcasts of nccl or hccl, or from device to
+device of one host (`ipc.py`): on a CPU large ones alone, directly between their own memory, small ones packed into
+buckets; between devices all are packed. A message is hashed (`fingerprint.py`) as it passes the chain, or, on a device,
+while another one is sent. Before each update every receiver announces through the group's store that it accepted the
 list of tensors, and waits there; the sender broadcasts only then, so a refused list blocks nobody in a collective. It
 may announce the fingerprint of what it holds: if all hold what the sender sent last, what changed since may be sent
 alone (`changes.py`).
@@ -16,16 +16,16 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 
 from async_rl.errors import PublishError
 from async_rl.shared.protocol.group_errors import BROKE
+from async_rl.shared.weights.chain import Chain, Passage
 from async_rl.shared.weights.changes import WORTH, LastSent, apply, front
-from async_rl.shared.weights.collectives import NUM_IN_FLIGHT, Collectives, current_device, open_collectives
-from async_rl.shared.weights.fingerprint import TensorSpec, fingerprint_on
+from async_rl.shared.weights.collectives import Collectives, current_device, open_collectives
+from async_rl.shared.weights.fingerprint import DeviceFingerprint, Fingerprint, TensorSpec, fingerprint_on
 from async_rl.shared.weights.ipc import HandOver
 from async_rl.shared.weights.messages import messages
 from async_rl.shared.weights.pulse import Pulse
@@ -34,9 +34,8 @@ from async_rl.shared.weights.store_wire import NotInvited
 
 T = TypeVar("T")
 
-WINDOW_BYTES = 32 * 2**20
-"""In flight at once, in at least two and at most `NUM_IN_FLIGHT` messages. gloo sends a message only when its receiver
-has announced that it is ready, so less would leave a fast link with a long delay idle: this is 10 Gbit/s for 25 ms."""
+WINDOW_BYTES, MAX_IN_FLIGHT = 32 * 2**20, 8
+"""Begun at once, in at least two messages: one passes while the next is made, or the last one copied."""
 
 WAIT, GO, CHANGES = "wait", "go", "changes "
 """What the sender says: it looks for changes, and says something again in time; it sends all, or so many bytes of
@@ -49,7 +48,18 @@ class _Message:
 
     work: Any
     data: torch.Tensor
-    specs: list[TensorSpec]
+    specs: Sequence[TensorSpec]
+
+    def tensors(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """The bytes of each."""
+        return zip(self.specs, self.data.split([spec.num_bytes for spec in self.specs]), strict=True)
+
+    def add(self, fingerprint: Fingerprint | DeviceFingerprint, spec: TensorSpec, part: torch.Tensor) -> None:
+        """Adds one of its tensors: one that passed a chain alone by the digest that it has there."""
+        if isinstance(self.work, Passage) and self.work.is_hashed and isinstance(fingerprint, Fingerprint):
+            fingerprint.add_digest(spec, self.work.digest)
+        else:
+            fingerprint.add(spec, part)
 
 
 def _presence(rank: int) -> str:
@@ -93,18 +103,18 @@ class WeightGroup:
         self._num_updates = self._num_words = 0
         self.num_bytes_sent = 0
         """Sender: of the last stream, to each receiver."""
-        self.end_within_s: float | None = None
-        """Receiver: for what is on its way when a stream is closed; by default its own time limit."""
+        self.fingerprint: str | None = None
+        """Receiver: of the last stream that has been received."""
         self._num_bytes_of_changes: int | None = None
         """Receiver: what the sender has said of the update that it announced last."""
         self._pulse = pulse or Pulse(timeout_s)
         try:
             store.enter_as(rank)
             store.set(_presence(rank), "here")
-            # Before gloo, whose waits cannot be ended: it should find everybody there.
+            # Before they connect: who does not come is known as absent.
             store.wait([_presence(other) for other in range(world_size)])
             chosen = device or current_device(backend)
-            self._collectives: Collectives | HandOver = (
+            self._collectives: Collectives | Chain | HandOver = (
                 HandOver(store, rank, world_size, timeout_s, chosen)
                 if backend.endswith("_ipc")
                 else open_collectives(store, rank, world_size, backend, timeout_s, chosen)
@@ -196,18 +206,18 @@ class WeightGroup:
         fingerprint = fingerprint_on(device)
         self._say(GO)
 
-        def take(items: Sequence[tuple[TensorSpec, torch.Tensor]], parts: Sequence[torch.Tensor]) -> None:
-            for (spec, _), part in zip(items, parts, strict=True):
-                fingerprint.add(spec, part)
+        def take(message: _Message) -> None:
+            for spec, part in message.tensors():
+                message.add(fingerprint, spec, part)
                 if last is not None:
                     last.keep(spec, part)
 
-        def all_messages() -> Iterator[tuple[torch.Tensor, Callable[[], None]]]:
+        def all_messages() -> Iterator[tuple[torch.Tensor, list[TensorSpec]]]:
             for items in messages(stream, lambda item: item[0], bucket_bytes, device):
                 parts = [_bytes_of(tensor, device) for _, tensor in items]
-                yield parts[0] if len(parts) == 1 else torch.cat(parts), partial(take, items, parts)
+                yield parts[0] if len(parts) == 1 else torch.cat(parts), [spec for spec, _ in items]
 
-        self._broadcast(all_messages())
+        self._broadcast(all_messages(), take)
         return fingerprint.hexdigest()
 
     def _send_changes(
@@ -243,24 +253,40 @@ class WeightGroup:
         self._broadcast_one(data, bucket_bytes)
         return fingerprint.hexdigest()
 
-    def _broadcast(self, some: Iterable[tuple[torch.Tensor, Callable[[], object]]]) -> None:
-        """Sends or receives messages, some at once; calls what each has with it meanwhile."""
+    def _broadcast(
+        self,
+        some: Iterable[tuple[torch.Tensor, Sequence[TensorSpec]]],
+        take: Callable[[_Message], object] = lambda _: None,
+    ) -> None:
+        """Sends or receives messages, some at once; `take` is called with each: once it has passed a chain, which has
+        hashed it, elsewhere meanwhile."""
         in_flight: deque[_Message] = deque()
+        passes_first = isinstance(self._collectives, Chain)
         self.num_bytes_sent = 0
+
+        def finish(message: _Message) -> None:
+            self._wait(message.work)
+            if passes_first:
+                take(message)
+
         try:
-            for data, meanwhile in some:
-                in_flight.append(self._start(data, []))
+            for data, specs in some:
+                in_flight.append(self._start(data, specs))
                 self.num_bytes_sent += data.numel()
-                meanwhile()
+                if not passes_first:
+                    take(in_flight[-1])
                 while _is_full(in_flight):
-                    self._wait(in_flight.popleft())
+                    finish(in_flight.popleft())
+            end = self._begin_end()
             while in_flight:
-                self._wait(in_flight.popleft())
+                finish(in_flight.popleft())
+            for each in end:
+                self._wait(each)
         finally:
             self._collectives.let_end(message.work for message in in_flight)
 
     def _broadcast_one(self, data: torch.Tensor, bucket_bytes: int) -> None:
-        self._broadcast((piece, lambda: None) for piece in data.split(bucket_bytes))
+        self._broadcast((piece, ()) for piece in data.split(bucket_bytes))
 
     def receive(
         self, specs: Sequence[TensorSpec], bucket_bytes: int, into: Mapping[str, torch.Tensor] | None = None
@@ -283,9 +309,14 @@ class WeightGroup:
     ) -> Generator[tuple[TensorSpec, torch.Tensor] | None, None, None]:
         """As `receive`, but yields None first, once the first messages are on their way."""
         destinations = into or {}
+        fingerprint, self.fingerprint = fingerprint_on(self.device), None
         if self._num_bytes_of_changes is not None:
             yield None
-            yield from apply(self._receive_changes(self._num_bytes_of_changes, bucket_bytes), specs, destinations)
+            data = self._receive_changes(self._num_bytes_of_changes, bucket_bytes)
+            for spec, tensor in apply(data, specs, destinations):
+                fingerprint.add(spec, _bytes_of(tensor, self.device))
+                yield spec, tensor
+            self.fingerprint = fingerprint.hexdigest()
             return
         in_flight: deque[_Message] = deque()
         has_begun = False
@@ -297,20 +328,24 @@ class WeightGroup:
                     yield None
                 while _is_full(in_flight):
                     arrived.append(in_flight.popleft())
-                    self._wait(arrived[-1])
+                    self._wait(arrived[-1].work)
                 # The next one arrives while these are copied and hashed.
                 in_flight.append(self._start(self._room_for(message, destinations), message))
                 while arrived:
                     # Without a name, which would keep it in memory while the next ones arrive.
-                    yield from _copy_to_destinations(arrived.pop(0), destinations)
+                    yield from _copy_to_destinations(arrived.pop(0), destinations, fingerprint)
+            end = self._begin_end()
             if not has_begun:
                 yield None
             while in_flight:
                 last = in_flight.popleft()
-                self._wait(last)
-                yield from _copy_to_destinations(last, destinations)
+                self._wait(last.work)
+                yield from _copy_to_destinations(last, destinations, fingerprint)
+            for each in end:
+                self._wait(each)
+            self.fingerprint = fingerprint.hexdigest()
         finally:
-            self._collectives.let_end((message.work for message in in_flight), self.end_within_s)
+            self._collectives.let_end(message.work for message in in_flight)
 
     def _receive_changes(self, num_bytes: int, bucket_bytes: int) -> torch.Tensor:
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -343,18 +378,27 @@ class WeightGroup:
         self._store.close()
         self._collectives.close()
 
-    def _start(self, data: torch.Tensor, specs: list[TensorSpec]) -> _Message:
+    def _start(self, data: torch.Tensor, specs: Sequence[TensorSpec]) -> _Message:
         self._pulse.is_at_work(since_last=True)
         try:
+            if isinstance(self._collectives, Chain):
+                return _Message(self._collectives.broadcast(data, is_hashed=len(specs) == 1), data, specs)
             return _Message(self._collectives.broadcast(data), data, specs)
         except (RuntimeError, PublishError) as error:
             raise self._broken(f": {error}") from error
 
-    def _wait(self, message: _Message) -> None:
+    def _begin_end(self) -> list[Passage]:
+        """The work of knowing that all members have all messages, where those of the group do not tell."""
+        try:
+            return [self._collectives.end()] if isinstance(self._collectives, Chain) else []
+        except RuntimeError as error:
+            raise self._broken(f": {error}") from error
+
+    def _wait(self, work: Any) -> None:
         self._pulse.is_at_work(since_last=True)
         started = time.monotonic()
         try:
-            self._collectives.wait(message.work)
+            self._collectives.wait(work)
         except RuntimeError as error:
             waited = time.monotonic() - started
             raise self._broken(f" after {waited:.1f} s (timeout {self._timeout_s:g} s): {error}") from error
@@ -371,21 +415,21 @@ def _bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _is_full(in_flight: Collection[_Message]) -> bool:
     """Whether one has to arrive before another is started."""
     enough = len(in_flight) > 1 and sum(message.data.numel() for message in in_flight) >= WINDOW_BYTES
-    return enough or len(in_flight) >= NUM_IN_FLIGHT
+    return enough or len(in_flight) >= MAX_IN_FLIGHT
 
 
 def _copy_to_destinations(
-    message: _Message, destinations: Mapping[str, torch.Tensor]
+    message: _Message, destinations: Mapping[str, torch.Tensor], fingerprint: Fingerprint | DeviceFingerprint
 ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """The tensors of a received message, each in its destination if it has one."""
-    start = 0
-    for spec in message.specs:
-        raw = message.data[start : start + spec.num_bytes]
-        start += spec.num_bytes
+    """The tensors of a received message, each in its destination if it has one, and added to the fingerprint there."""
+    for spec, raw in message.tensors():
         # A tensor may start at any byte of the message; a typed view needs its own alignment.
         aligned = raw if raw.storage_offset() % spec.dtype.itemsize == 0 else raw.clone()
         tensor = aligned.view(spec.dtype).view(spec.shape)
         destination = destinations.get(spec.name)
         if destination is not None and destination.data_ptr() != tensor.data_ptr():
             tensor = destination.copy_(tensor)
+            fingerprint.add(spec, _bytes_of(tensor, tensor.device))
+        else:
+            message.add(fingerprint, spec, raw)
         yield spec, tensor

@@ -77,7 +77,7 @@ def update_of(stream: Sequence[tuple[TensorSpec, torch.Tensor]]) -> UpdateInfo:
 class Sender:
     """Rank 0 of a group with `num_workers` others, whose end runs in a thread as a trainer's would."""
 
-    def __init__(self, num_workers: int = 1, backend: str = "gloo") -> None:
+    def __init__(self, num_workers: int = 1, backend: str = "sockets") -> None:
         self.waits, self.has_received = False, threading.Event()
         self._backend = backend
         self._server = StoreServer("127.0.0.1", [SECRET] * num_workers)
@@ -151,7 +151,7 @@ def test_the_form_of_the_base_class_is_told_by_its_constructor() -> None:
 @pytest.mark.parametrize(
     "make", [old_engine, partial(new_engine, MiddleBase), new_engine], ids=["0.23", "0.26", "0.32"]
 )
-@pytest.mark.parametrize("backend", ["gloo", "cpu_ipc"])
+@pytest.mark.parametrize("backend", ["sockets", "cpu_ipc"])
 def test_an_engine_of_either_form_hands_every_tensor_to_the_loader_layer_by_layer(
     make: Callable[[], Any], backend: str
 ) -> None:

@@ -290,7 +290,7 @@ def test_snapshot_that_cannot_be_read_changes_nothing(
 
 def test_rendezvous_that_nobody_joins_is_an_error_and_harmless(server: Any, trainer: Any) -> None:
     info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
-    info |= {"secret": "s" * 32, "backend": "gloo", "bucket_bytes": 1000, "timeout_s": 0.5}
+    info |= {"secret": "s" * 32, "backend": "sockets", "bucket_bytes": 1000, "timeout_s": 0.5}
     assert_error(server, "/init_weight_transfer_engine", {"init_info": info}, 500, "127.0.0.1:1")
     assert_error(server, "/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": 2}}, 400, "world_size")
     assert server.client.get("/health").status_code == 200

@@ -44,7 +44,7 @@ class Moves:
     """A broadcast that notes whom it dropped."""
 
     def __init__(
-        self, loop: EventLoopThread, members: list[Member], is_remote: bool, backend: str = "gloo", **settings: Any
+        self, loop: EventLoopThread, members: list[Member], is_remote: bool, backend: str = "sockets", **settings: Any
     ) -> None:
         self.members = members
         self.dropped: dict[Member, InstanceError] = {}
@@ -130,7 +130,7 @@ OURS = "2.29.7 (torch 2.13.0)"
 def over_nccl(moves: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Moves]:
     """A sender that takes its backend for nccl, and connects over gloo; instances report these versions."""
     monkeypatch.setattr(sender, "nccl_version", lambda: OURS)
-    monkeypatch.setattr(sender, "Rendezvous", lambda *given, **rest: Rendezvous(*given[:-1], "gloo", **rest))
+    monkeypatch.setattr(sender, "Rendezvous", lambda *given, **rest: Rendezvous(*given[:-1], "sockets", **rest))
 
     def make(*reports: list[str]) -> Moves:
         one: Moves = moves(*[None] * len(reports), timeout_s=60.0, backend="nccl", transport="broadcast")

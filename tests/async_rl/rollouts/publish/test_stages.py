@@ -126,7 +126,7 @@ def test_one_that_waits_for_each_stage_in_turn_has_a_timeout_for_each(
 
 
 def test_only_its_sender_enters_a_further_stage_as_rank_0_or_says_that_its_group_is_formed() -> None:
-    meeting = Rendezvous([1, 1], HOST, PublishSection(timeout_s=TIMEOUT_S), "gloo", num_stages=3)
+    meeting = Rendezvous([1, 1], HOST, PublishSection(timeout_s=TIMEOUT_S), "sockets", num_stages=3)
     (first, _), further = meeting.invitations(), meeting.stage_invitations()
     assert [each.port for each in further] == first.stage_ports and len(set(first.stage_ports)) == 2
     assert len({first.secret, *(each.secret for each in further)}) == 3

@@ -1,4 +1,4 @@
-"""A broadcast over gloo to several receivers, each a process: what the sender's link carries, and who fails when."""
+"""A chain of several receivers, each a process: what the sender's link carries, and who fails when."""
 
 import os
 import signal
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from async_rl.errors import PublishError
+from async_rl.shared.weights import links
 from async_rl.shared.weights.fingerprint import TensorSpec
 from tests.support.stream_receiver import make_tensors
 from tests.support.stream_workers import Workers
@@ -38,7 +39,9 @@ def num_bytes_acknowledged() -> int:
     return total
 
 
-def test_the_sender_sends_the_weights_once_however_many_receive_them() -> None:
+def test_the_sender_sends_the_weights_once_however_many_receive_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over TCP, as to another host."""
+    monkeypatch.setattr(links, "NAMES_SOCKETS", False)
     workers = Workers(3, BUCKET_BYTES)
     workers.tell("receive, stay")
     workers.wait_until_announced()

@@ -329,7 +329,7 @@ def test_an_npu_is_known_by_the_number_that_made_it_visible(monkeypatch: pytest.
 
 
 def test_a_sender_invites_to_it_between_its_own_kind_of_devices() -> None:
-    assert [ipc_backend(backend) for backend in ("gloo", "nccl", "hccl")] == ["cpu_ipc", "cuda_ipc", "npu_ipc"]
+    assert [ipc_backend(backend) for backend in ("sockets", "nccl", "hccl")] == ["cpu_ipc", "cuda_ipc", "npu_ipc"]
     source = WeightSource([spec for spec, _ in make_tensors()], lambda: iter(make_tensors()))
     with closing(WeightSender(source, PublishSection(transport="ipc"), "run")) as sender:
         (info,) = sender.form([HOST], [1]).infos

@@ -46,7 +46,7 @@ def test_a_chosen_address_is_taken_unless_nobody_else_reaches_it() -> None:
 
 
 def meeting_of(*sizes: int, timeout_s: float = PATIENCE_S) -> tuple[Rendezvous, list[InitInfo]]:
-    rendezvous = Rendezvous(sizes, HOST, PublishSection(timeout_s=timeout_s), "gloo")
+    rendezvous = Rendezvous(sizes, HOST, PublishSection(timeout_s=timeout_s), "sockets")
     return rendezvous, rendezvous.invitations()
 
 
@@ -92,7 +92,7 @@ def test_the_sender_meets_on_the_device_of_the_thread_that_asked(monkeypatch: py
 
     def open_collectives(*arguments: Any) -> Collectives:
         devices.append(arguments[-1])
-        return Collectives(None, arguments[-1], PATIENCE_S, raises_in_time=False)
+        return Collectives(None, arguments[-1], PATIENCE_S)
 
     monkeypatch.setattr(stream, "open_collectives", open_collectives)
     rendezvous = Rendezvous([], HOST, PublishSection(timeout_s=PATIENCE_S), "nccl")
@@ -121,7 +121,7 @@ def test_every_instance_has_a_secret_of_its_own_in_each_meeting_which_no_invitat
 
 
 class Announcement:
-    """A member that accepts an update, in a thread; `error` is why it was not to receive it."""
+    """A member that accepts an update without tensors, in a thread; `error` is why it did not receive it."""
 
     def __init__(self, group: WeightGroup, rank: int, after_s: float = 0.0) -> None:
         self.error: PublishError | None = None
@@ -132,6 +132,7 @@ class Announcement:
     def _announce(self, group: WeightGroup, rank: int) -> None:
         try:
             group.announce(rank)
+            assert not list(group.receive([], 1))
         except PublishError as error:
             self.error = error
 

@@ -26,16 +26,16 @@ pytestmark = pytest.mark.distributed
 def test_two_receivers_get_every_byte_and_the_same_fingerprint(
     bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hashed: list[int] = []
-    add = Fingerprint.add
+    hashed: list[str] = []
+    add = Fingerprint.add_digest
     monkeypatch.setattr(
-        Fingerprint, "add", lambda own, spec, data: (hashed.append(data.numel()), add(own, spec, data))[1]
+        Fingerprint, "add_digest", lambda own, spec, data: (hashed.append(spec.name), add(own, spec, data))[1]
     )
     workers = Workers(2, bucket_bytes)
     workers.tell("receive")
     workers.wait_until_announced()
     sent = workers.group.send(make_tensors(), bucket_bytes)
-    assert hashed == [spec.num_bytes for spec, _ in make_tensors()], "once, however many receive them"
+    assert hashed == [spec.name for spec, _ in make_tensors()], "once, however many receive them"
     assert [pipe.recv() for pipe in workers.pipes] == [(True, sent), (True, sent)]
     workers.group.close()
 
@@ -72,7 +72,7 @@ def test_a_receiver_that_dies_ends_the_broadcast_in_a_named_error() -> None:
 def test_a_receiver_that_never_joins_ends_the_rendezvous_in_a_named_error() -> None:
     store = StoreServer(HOST, [SECRET]).store(0.5)
     with pytest.raises(PublishError, match=r"not all 2 members of the weight group met within 0\.5 s"):
-        WeightGroup(store, 0, 2, "gloo", 0.5)
+        WeightGroup(store, 0, 2, "sockets", 0.5)
 
 
 def test_a_missing_sender_ends_the_rendezvous_in_a_named_error() -> None:
