@@ -1,6 +1,5 @@
 """A running inference instance and a trainer's end of its weight group, for tests of every engine."""
 
-import gc
 import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -132,8 +131,7 @@ class TrainerSide:
     def die(self) -> None:
         """Closes all connections, like the end of the trainer's process."""
         self.server.close()
-        del self.group
-        gc.collect()
+        self.group.close()
 
     def publish(self, model: torch.nn.Module, version: str, mode: str = "keep") -> str:
         """Pause, start, send everything, finish, resume; returns the sender's fingerprint."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from async_rl.errors import PublishError
 from async_rl.shared.weights.snapshot import SnapshotWriter
 
 pytestmark = pytest.mark.distributed
@@ -194,8 +195,14 @@ def test_stream_that_breaks_takes_the_instance_out_of_service_until_a_full_updat
         server.post("/start_weight_update")
         stream = trainer.stream(models[2])
         (call,) = trainer.call_update(stream, status=500)
-        trainer.group.send(iter(stream[:5]), 1_000)
-        trainer.die()
+
+        def until_it_dies() -> Iterator[Any]:
+            yield from stream[:5]
+            trainer.die()
+            yield from stream[5:]
+
+        with pytest.raises(PublishError, match="the weight broadcast broke"):
+            trainer.group.send(until_it_dies(), 1_000)
         assert "broke" in call.result()["error"]["message"]
         frozen.result()
     assert_out_of_service(server)

@@ -131,7 +131,7 @@ def test_only_its_sender_enters_a_further_stage_as_rank_0_or_says_that_its_group
     assert [each.port for each in further] == first.stage_ports and len(set(first.stage_ports)) == 2
     assert len({first.secret, *(each.secret for each in further)}) == 3
     member = join_rendezvous(HOST, first.stage_ports[0], first.secret, TIMEOUT_S)
-    for key in ("present/0", "formed", "update/1/word/0", "0/0"):
+    for key in ("present/0", "formed", "update/1/word/0", "chain/0"):
         with pytest.raises(PublishError, match="may not write"):
             member.set(key, "")
     with pytest.raises(PublishError, match="cannot be the one of"):
