@@ -1,10 +1,12 @@
 """What a network costs a publish and the rollouts: 1 Gbit/s and 20 ms, in turn with a network without either.
 
     python -m benchmarks.between_hosts --json [--repeats N] [--size tiny] [--delay-ms D] [--mbit-per-s R] [--loss L]
+        [--instances N]
 
-Needs root: trainer and two instances are network namespaces (`benchmarks/common/hosts.py`), each with a link to a
-network "near", which is as fast as the machine, and to a network "far". The Publisher moves a random Qwen3 in bfloat16
-to one and then to both instances; a producer has batches of a tiny model sampled. The last line is one JSON object:
+Needs root: trainer and instances are network namespaces (`benchmarks/common/hosts.py`), each with a link to a network
+"near", which is as fast as the machine, and to a network "far". The Publisher moves a random Qwen3 in bfloat16 to one
+instance, to two, and so on, each time twice as many; a producer has batches of a tiny model sampled. The last line is
+one JSON object:
 
 - `publish_s.NETWORK.N`: median seconds of a publish to N instances;
 - `first_publish_s.NETWORK.N`: of the one that also forms the weight group;
@@ -55,8 +57,9 @@ from benchmarks.common.random_model import TINY, save_random_qwen3, save_word_to
 from benchmarks.common.running_instance import wait_for_url
 
 NETWORKS = ("near", "far")
-INSTANCES = ("one", "two")
 PORTS = {"large": 8001, "small": 8002}
+NUM_SMALL = 2
+"""Instances of the tiny model."""
 TIMEOUT_S = 300.0
 VERSION = "benchmark"
 
@@ -183,7 +186,7 @@ def measure(urls: Mapping[str, Mapping[str, Sequence[str]]], models: Path, repea
     num_bytes = sum(spec.num_bytes for spec, _ in large)
     answer: dict[str, Any] = {"num_bytes": num_bytes}
     for network in NETWORKS:
-        for number in (1, 2):
+        for number in numbers_up_to(len(urls[network]["large"])):
             first, further = measure_publish(urls[network]["large"][:number], large, repeats)
             answer |= {f"first_publish_s.{network}.{number}": first, f"publish_s.{network}.{number}": further}
         changes_s, share = measure_changes(urls[network]["large"][0], large, repeats)
@@ -191,9 +194,14 @@ def measure(urls: Mapping[str, Mapping[str, Sequence[str]]], models: Path, repea
         _, answer[f"small_publish_s.{network}"] = measure_publish(urls[network]["small"], small, repeats)
         for length, seconds in measure_rollouts(urls[network]["small"][0], models / "small", small, repeats).items():
             answer[f"rollout_s.{network}.{length}"] = seconds
-    for number in (1, 2):
+    for number in numbers_up_to(len(urls["far"]["large"])):
         answer[f"of_the_rate.{number}"] = 8 * num_bytes / rate / answer[f"publish_s.far.{number}"]
     return {key: round(value, 4) for key, value in answer.items()}
+
+
+def numbers_up_to(most: int) -> list[int]:
+    """1, 2, 4 and so on."""
+    return [2**i for i in range(most.bit_length())]
 
 
 @contextmanager
@@ -216,8 +224,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Starts hosts and instances, and measures in a program on the trainer's host."""
     # Two links on the way, each passed there and back.
     link = Link(options.delay_ms / 1000 / 4, options.loss / 2, options.mbit_per_s * 1e6)
+    instances = [f"instance-{i}" for i in range(options.instances)]
     addresses = {
-        name: {"near": f"10.81.1.{i}", "far": f"10.81.2.{i}"} for i, name in enumerate(("trainer", *INSTANCES), start=1)
+        name: {"near": f"10.81.1.{i}", "far": f"10.81.2.{i}"} for i, name in enumerate(("trainer", *instances), start=1)
     }
     with tempfile.TemporaryDirectory() as directory, ExitStack() as closing:
         models = Path(directory)
@@ -225,13 +234,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         make_model(models / "small", "tiny")
         hosts = Hosts(dict.fromkeys(NETWORKS, "/24"), addresses, {"far": link})
         closing.callback(hosts.close)
-        for name in INSTANCES:
-            for model, port in PORTS.items():
-                closing.enter_context(serving(hosts[name], models / model, port))
+        for number, name in enumerate(instances):
+            for model in ("large", "small") if number < NUM_SMALL else ("large",):
+                closing.enter_context(serving(hosts[name], models / model, PORTS[model]))
         urls = {
             network: {
-                model: [f"http://{addresses[name][network]}:{port}" for name in INSTANCES]
-                for model, port in PORTS.items()
+                "large": [f"http://{addresses[name][network]}:{PORTS['large']}" for name in instances],
+                "small": [f"http://{addresses[name][network]}:{PORTS['small']}" for name in instances[:NUM_SMALL]],
             }
             for network in NETWORKS
         }
@@ -251,6 +260,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="full", help="of the large model (default: %(default)s)")
     parser.add_argument("--delay-ms", type=float, default=20.0, help="there and back (default: %(default)s)")
     parser.add_argument("--mbit-per-s", type=float, default=1000.0, help="of each link (default: %(default)s)")
+    parser.add_argument("--instances", type=int, default=2, help="of the large model (default: %(default)s)")
     parser.add_argument("--loss", type=float, default=0.0, help="share of frames (default: %(default)s)")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
 """The cost of a publish compared with the bare broadcast of the same bytes, alternately, on real parts over loopback.
 
-    python -m benchmarks.weight_sync --json [--repeats N] [--size tiny]
+    python -m benchmarks.weight_sync --json [--repeats N] [--size half|tiny] [--instances 1,2,4,8]
 
-The Publisher moves a random Qwen3 of 940 MB, in bfloat16 and the proportions of Qwen3-1.7B, to one and then to two
+The Publisher moves a random Qwen3 of 940 MB, in bfloat16 and the proportions of Qwen3-1.7B, to one, two and four
 instances of the embedded engine. For comparison as many processes receive only the same bytes in the same buckets from
 a gloo broadcast, from and into buffers that are never copied. The last line is one JSON object; the suffix `_2` means
 two instances:
@@ -55,8 +55,9 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "tiny": TINY,
 }
+SIZES["half"] = SIZES["full"] | {"num_hidden_layers": 4}
 INSTANCE = ("--dtype", "bfloat16", "--max-model-len", "128", "--max-concurrency", "4")
-NUM_INSTANCES = (1, 2)
+NUM_INSTANCES = "1,2,4"
 TRANSPORTS: tuple[Literal["broadcast", "snapshot", "ipc"], ...] = ("broadcast", "snapshot", "ipc")
 
 Say = Callable[[str], None]
@@ -64,7 +65,7 @@ Stream = list[tuple[TensorSpec, torch.Tensor]]
 
 
 def make_model(path: Path, size: str) -> Stream:
-    """Saves a random Qwen3, "full" of about 940 MB in the proportions of Qwen3-1.7B; its weights."""
+    """Saves a random Qwen3, "full" of about 940 MB in the proportions of Qwen3-1.7B, "half" of 540; its weights."""
     model = save_random_qwen3(path, dtype=torch.bfloat16, max_position_embeddings=512, **SIZES[size])
     return [
         (TensorSpec(name, "bfloat16", tuple(parameter.shape)), parameter.detach())
@@ -155,14 +156,14 @@ def measure(urls: Sequence[str], stream: Stream, repeats: int, say: Say) -> dict
     }
 
 
-def run(repeats: int, size: str, say: Say) -> dict[str, float]:
+def run(repeats: int, size: str, numbers: Sequence[int], say: Say) -> dict[str, float]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name, ExitStack() as instances:
         path = Path(name)
         stream = make_model(path, size)
-        urls = [instances.enter_context(running_instance(path, *INSTANCE)) for _ in range(max(NUM_INSTANCES))]
+        urls = [instances.enter_context(running_instance(path, *INSTANCE)) for _ in range(max(numbers))]
         answer: dict[str, float] = {}
-        for number in NUM_INSTANCES:
+        for number in numbers:
             suffix = "" if number == 1 else f"_{number}"
             figures = measure(urls[:number], stream, repeats, say)
             answer |= {f"{key}{suffix}": round(value, 4) for key, value in figures.items()}
@@ -175,10 +176,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     parser.add_argument("--repeats", type=int, default=7, help="publishes counted, each way (default: %(default)s)")
     parser.add_argument("--size", choices=SIZES, default="full", help="of the model (default: %(default)s)")
+    parser.add_argument("--instances", default=NUM_INSTANCES, help="numbers of them (default: %(default)s)")
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     say: Say = (lambda line: None) if options.json else print
-    print(json.dumps(run(options.repeats, options.size, say)))
+    print(json.dumps(run(options.repeats, options.size, [int(each) for each in options.instances.split(",")], say)))
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ pytestmark = [
 MEASURED_S = 5.0
 
 MOST = 500
-"""A second, all threads together. Two of gloo's wake every 10 ms, one for the ranks' groups and one for the weights';
-about 230 were measured, and 2,130 when each of Megatron's groups had such a thread."""
+"""A second, all threads together. One of gloo's wakes every 10 ms, for the ranks' groups; about 230 were measured with
+another one for the weights, and 2,130 when each of Megatron's groups had such a thread."""
 
 
 def num_switches(pid: int) -> int:

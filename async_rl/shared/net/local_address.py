@@ -132,7 +132,7 @@ def interface_of(address: str) -> str | None:
 
 
 def choose_interface(backend: str, address: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Lets nccl or hccl use the network of `address`, unless the environment names one; gloo is configured elsewhere.
+    """Lets nccl or hccl use the network of `address`, unless the environment names one.
 
     They read their variables when the process creates its first communicator, so an earlier choice stays.
     """

@@ -20,7 +20,7 @@ DEVICE_BUCKET_BYTES = 320 * 2**20
 have 3 MiB a matrix."""
 
 ALONE_BYTES = 2**20
-"""With gloo a tensor of this size is sent alone: copying it into a bucket costs more than a message."""
+"""On a CPU a tensor of this size is sent alone: copying it into a bucket costs more than a message."""
 
 
 def bucket_bytes_of(backend: str) -> int:

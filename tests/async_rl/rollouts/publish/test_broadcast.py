@@ -128,7 +128,7 @@ OURS = "2.29.7 (torch 2.13.0)"
 
 @pytest.fixture
 def over_nccl(moves: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Moves]:
-    """A sender that takes its backend for nccl, and connects over gloo; instances report these versions."""
+    """A sender that takes its backend for nccl, and connects over sockets; instances report these versions."""
     monkeypatch.setattr(sender, "nccl_version", lambda: OURS)
     monkeypatch.setattr(sender, "Rendezvous", lambda *given, **rest: Rendezvous(*given[:-1], "sockets", **rest))
 
@@ -253,7 +253,7 @@ def test_of_several_that_failed_before_the_sender_looked_the_first_is_blamed(
 def test_one_that_leaves_amid_the_stream_is_blamed_and_not_those_whose_connections_it_broke(
     moves: Any, at: int
 ) -> None:
-    """Also the last one, to which the sender itself sends nothing over gloo."""
+    """Also the last one, to which the sender itself sends nothing."""
     faults: list[str | None] = [None, None, None]
     faults[at] = "leave"
     one = moves(*faults, timeout_s=60.0)

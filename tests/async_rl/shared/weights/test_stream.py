@@ -1,4 +1,4 @@
-"""The weight transport between real processes on gloo: exact bytes, equal fingerprints, bounded waits."""
+"""The weight transport between real processes over sockets: exact bytes, equal fingerprints, bounded waits."""
 
 import sys
 import types
