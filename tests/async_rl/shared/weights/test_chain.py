@@ -1,21 +1,27 @@
 """A chain of several receivers, each a process: what the sender's link carries, and who fails when."""
 
 import os
+import random
 import signal
 import socket
 import struct
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from async_rl.errors import PublishError
 from async_rl.shared.weights import links
+from async_rl.shared.weights.chain import PIECE_BYTES, Chain
 from async_rl.shared.weights.fingerprint import TensorSpec
-from tests.support.stream_receiver import make_tensors
+from async_rl.shared.weights.store import StoreServer, join_rendezvous
+from tests.support.fresh_seed import fresh_seed
+from tests.support.stream_receiver import HOST, SECRET, make_tensors
 from tests.support.stream_workers import Workers
 
 pytestmark = pytest.mark.distributed
@@ -24,6 +30,81 @@ BUCKET_BYTES = 1 << 20
 TCP_INFO_BYTES_ACKED = 120
 """In Linux's struct tcp_info, 64 bits."""
 MODEL_BYTES = sum(spec.num_bytes for spec, _ in make_tensors())
+
+
+def chain_of(number: int, timeout_s: float) -> list[Chain]:
+    """All members, in threads of this process."""
+    server = StoreServer(HOST, [SECRET] * (number - 1))
+    stores = [server.store(timeout_s)]
+    for rank in range(1, number):
+        stores.append(join_rendezvous(HOST, server.port, SECRET, timeout_s))
+        stores[rank].enter_as(rank)
+    with ThreadPoolExecutor(number) as threads:
+        return list(threads.map(lambda rank: Chain(stores[rank], rank, number, timeout_s), range(number)))
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_messages_of_any_size_arrive_whole_in_order_and_are_hashed(
+    is_local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "NAMES_SOCKETS", is_local)
+    rng = random.Random(fresh_seed())
+    members = chain_of(rng.randint(2, 5), 60.0)
+    assert {link.family == socket.AF_UNIX for each in members[1:] if (link := each._before)} == {is_local}
+    sizes = [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1]
+    sizes += [rng.randrange(3 * PIECE_BYTES) for _ in range(5)]
+    rng.shuffle(sizes)
+    sent = [torch.frombuffer(bytearray(rng.randbytes(size) or b"."), dtype=torch.uint8)[:size] for size in sizes]
+    received = [[torch.empty(size, dtype=torch.uint8) for size in sizes] for _ in members[1:]]
+    works = [
+        [*(member.broadcast(data, is_hashed=True) for data in own), member.end()]
+        for member, own in zip(members, [sent, *received], strict=True)
+    ]
+    for member, own in zip(members, works, strict=True):
+        for work in own:
+            member.wait(work)
+        digests = [work.digest for work in own[:-1]]
+        assert digests == [xxhash.xxh3_128(bytes(data.tolist())).digest() for data in sent]
+    assert all(torch.equal(a, b) for own in received for a, b in zip(own, sent, strict=True))
+    for member in members:
+        member.close()
+
+
+def test_a_stream_has_ended_when_the_last_member_has_all_of_it() -> None:
+    """A small one, which the buffers on the way hold."""
+    first, second, last = members = chain_of(3, 60.0)
+    byte = torch.ones(1, dtype=torch.uint8)
+    first.wait(first.broadcast(byte))
+    second.wait(second.broadcast(torch.empty_like(byte)))
+    ends = [member.end() for member in (first, second)]
+    assert not any(end.ended.wait(0.5) for end in ends)
+    for work in (last.broadcast(torch.empty_like(byte)), last.end()):
+        last.wait(work)
+    for member, end in zip(members, ends, strict=False):
+        member.wait(end)
+        member.close()
+    last.close()
+
+
+def test_a_neighbour_that_sends_byte_by_byte_is_waited_for_until_the_timeout() -> None:
+    timeout_s = 3.0
+    first, second = chain_of(2, timeout_s)
+    begun = time.monotonic()
+    work = second.broadcast(torch.empty(PIECE_BYTES, dtype=torch.uint8))
+    byte = torch.ones(1, dtype=torch.uint8)
+    while not work.ended.wait(0.1):
+        with suppress(RuntimeError):
+            first.wait(first.broadcast(byte))
+        assert time.monotonic() - begun < 20 * timeout_s
+    assert time.monotonic() - begun >= timeout_s
+    with pytest.raises(RuntimeError, match="connection from rank 0: timed out"):
+        second.wait(work)
+    with pytest.raises(RuntimeError, match="connection from rank 0: timed out"):
+        second.wait(second.broadcast(byte))
+    for member in (first, second):
+        member.close()
+        with pytest.raises(RuntimeError, match="the group is closed"):
+            member.broadcast(byte)
 
 
 def num_bytes_acknowledged() -> int:
