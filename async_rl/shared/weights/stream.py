@@ -12,11 +12,10 @@ alone (`changes.py`).
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -25,41 +24,17 @@ from async_rl.shared.protocol.group_errors import BROKE
 from async_rl.shared.weights.chain import Chain, Passage
 from async_rl.shared.weights.changes import WORTH, LastSent, apply, front
 from async_rl.shared.weights.collectives import Collectives, current_device, open_collectives
-from async_rl.shared.weights.fingerprint import DeviceFingerprint, Fingerprint, TensorSpec, fingerprint_on
+from async_rl.shared.weights.fingerprint import TensorSpec, fingerprint_on
+from async_rl.shared.weights.in_flight import Message, bytes_of, copy_to_destinations, is_full
 from async_rl.shared.weights.ipc import HandOver
 from async_rl.shared.weights.messages import messages
 from async_rl.shared.weights.pulse import Pulse
 from async_rl.shared.weights.store import RendezvousStore
 from async_rl.shared.weights.store_wire import NotInvited
 
-T = TypeVar("T")
-
-WINDOW_BYTES, MAX_IN_FLIGHT = 32 * 2**20, 8
-"""Begun at once, in at least two messages: one passes while the next is made, or the last one copied."""
-
 WAIT, GO, CHANGES = "wait", "go", "changes "
 """What the sender says: it looks for changes, and says something again in time; it sends all, or so many bytes of
 changes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """A running broadcast: its bytes, uint8 [num_bytes], and the tensors in them."""
-
-    work: Any
-    data: torch.Tensor
-    specs: Sequence[TensorSpec]
-
-    def tensors(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-        """The bytes of each."""
-        return zip(self.specs, self.data.split([spec.num_bytes for spec in self.specs]), strict=True)
-
-    def add(self, fingerprint: Fingerprint | DeviceFingerprint, spec: TensorSpec, part: torch.Tensor) -> None:
-        """Adds one of its tensors: one that passed a chain alone by the digest that it has there."""
-        if isinstance(self.work, Passage) and self.work.is_hashed and isinstance(fingerprint, Fingerprint):
-            fingerprint.add_digest(spec, self.work.digest)
-        else:
-            fingerprint.add(spec, part)
 
 
 def _presence(rank: int) -> str:
@@ -206,7 +181,7 @@ class WeightGroup:
         fingerprint = fingerprint_on(device)
         self._say(GO)
 
-        def take(message: _Message) -> None:
+        def take(message: Message) -> None:
             for spec, part in message.tensors():
                 message.add(fingerprint, spec, part)
                 if last is not None:
@@ -214,7 +189,7 @@ class WeightGroup:
 
         def all_messages() -> Iterator[tuple[torch.Tensor, list[TensorSpec]]]:
             for items in messages(stream, lambda item: item[0], bucket_bytes, device):
-                parts = [_bytes_of(tensor, device) for _, tensor in items]
+                parts = [bytes_of(tensor, device) for _, tensor in items]
                 yield parts[0] if len(parts) == 1 else torch.cat(parts), [spec for spec, _ in items]
 
         self._broadcast(all_messages(), take)
@@ -235,7 +210,7 @@ class WeightGroup:
             if time.monotonic() - said_s > self._timeout_s / 2:
                 self._say(WAIT)
                 said_s = time.monotonic()
-            part = _bytes_of(tensor, device)
+            part = bytes_of(tensor, device)
             fingerprint.add(spec, part)
             number, changed = last.replace(spec, part)
             specs.append(spec)
@@ -256,15 +231,15 @@ class WeightGroup:
     def _broadcast(
         self,
         some: Iterable[tuple[torch.Tensor, Sequence[TensorSpec]]],
-        take: Callable[[_Message], object] = lambda _: None,
+        take: Callable[[Message], object] = lambda _: None,
     ) -> None:
         """Sends or receives messages, some at once; `take` is called with each: once it has passed a chain, which has
         hashed it, elsewhere meanwhile."""
-        in_flight: deque[_Message] = deque()
+        in_flight: deque[Message] = deque()
         passes_first = isinstance(self._collectives, Chain)
         self.num_bytes_sent = 0
 
-        def finish(message: _Message) -> None:
+        def finish(message: Message) -> None:
             self._wait(message.work)
             if passes_first:
                 take(message)
@@ -275,7 +250,7 @@ class WeightGroup:
                 self.num_bytes_sent += data.numel()
                 if not passes_first:
                     take(in_flight[-1])
-                while _is_full(in_flight):
+                while is_full(in_flight):
                     finish(in_flight.popleft())
             end = self._begin_end()
             while in_flight:
@@ -314,33 +289,33 @@ class WeightGroup:
             yield None
             data = self._receive_changes(self._num_bytes_of_changes, bucket_bytes)
             for spec, tensor in apply(data, specs, destinations):
-                fingerprint.add(spec, _bytes_of(tensor, self.device))
+                fingerprint.add(spec, bytes_of(tensor, self.device))
                 yield spec, tensor
             self.fingerprint = fingerprint.hexdigest()
             return
-        in_flight: deque[_Message] = deque()
+        in_flight: deque[Message] = deque()
         has_begun = False
         try:
             for message in messages(specs, lambda spec: spec, bucket_bytes, self.device):
                 arrived = []
-                if not has_begun and _is_full(in_flight):
+                if not has_begun and is_full(in_flight):
                     has_begun = True
                     yield None
-                while _is_full(in_flight):
+                while is_full(in_flight):
                     arrived.append(in_flight.popleft())
                     self._wait(arrived[-1].work)
                 # The next one arrives while these are copied and hashed.
                 in_flight.append(self._start(self._room_for(message, destinations), message))
                 while arrived:
                     # Without a name, which would keep it in memory while the next ones arrive.
-                    yield from _copy_to_destinations(arrived.pop(0), destinations, fingerprint)
+                    yield from copy_to_destinations(arrived.pop(0), destinations, fingerprint)
             end = self._begin_end()
             if not has_begun:
                 yield None
             while in_flight:
                 last = in_flight.popleft()
                 self._wait(last.work)
-                yield from _copy_to_destinations(last, destinations, fingerprint)
+                yield from copy_to_destinations(last, destinations, fingerprint)
             for each in end:
                 self._wait(each)
             self.fingerprint = fingerprint.hexdigest()
@@ -378,12 +353,12 @@ class WeightGroup:
         self._store.close()
         self._collectives.close()
 
-    def _start(self, data: torch.Tensor, specs: Sequence[TensorSpec]) -> _Message:
+    def _start(self, data: torch.Tensor, specs: Sequence[TensorSpec]) -> Message:
         self._pulse.is_at_work(since_last=True)
         try:
             if isinstance(self._collectives, Chain):
-                return _Message(self._collectives.broadcast(data, is_hashed=len(specs) == 1), data, specs)
-            return _Message(self._collectives.broadcast(data), data, specs)
+                return Message(self._collectives.broadcast(data, is_hashed=len(specs) == 1), data, specs)
+            return Message(self._collectives.broadcast(data), data, specs)
         except (RuntimeError, PublishError) as error:
             raise self._broken(f": {error}") from error
 
@@ -406,30 +381,3 @@ class WeightGroup:
 
     def _broken(self, how: str) -> PublishError:
         return PublishError(f"{self._pulse.said()}{BROKE}{how}")
-
-
-def _bytes_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
-
-
-def _is_full(in_flight: Collection[_Message]) -> bool:
-    """Whether one has to arrive before another is started."""
-    enough = len(in_flight) > 1 and sum(message.data.numel() for message in in_flight) >= WINDOW_BYTES
-    return enough or len(in_flight) >= MAX_IN_FLIGHT
-
-
-def _copy_to_destinations(
-    message: _Message, destinations: Mapping[str, torch.Tensor], fingerprint: Fingerprint | DeviceFingerprint
-) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """The tensors of a received message, each in its destination if it has one, and added to the fingerprint there."""
-    for spec, raw in message.tensors():
-        # A tensor may start at any byte of the message; a typed view needs its own alignment.
-        aligned = raw if raw.storage_offset() % spec.dtype.itemsize == 0 else raw.clone()
-        tensor = aligned.view(spec.dtype).view(spec.shape)
-        destination = destinations.get(spec.name)
-        if destination is not None and destination.data_ptr() != tensor.data_ptr():
-            tensor = destination.copy_(tensor)
-            fingerprint.add(spec, _bytes_of(tensor, tensor.device))
-        else:
-            message.add(fingerprint, spec, raw)
-        yield spec, tensor

@@ -17,8 +17,9 @@ from async_rl.shared.weights import collectives
 from async_rl.shared.weights import stream as weight_stream
 from async_rl.shared.weights.collectives import Collectives, TimedOut
 from async_rl.shared.weights.fingerprint import TensorSpec
+from async_rl.shared.weights.in_flight import MAX_IN_FLIGHT
 from async_rl.shared.weights.store import StoreServer, join_rendezvous
-from async_rl.shared.weights.stream import MAX_IN_FLIGHT, WeightGroup
+from async_rl.shared.weights.stream import WeightGroup
 
 TIMEOUT_S = 1.0
 SOON_S = 60.0
