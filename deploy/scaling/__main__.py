@@ -81,10 +81,10 @@ def schedules_of(run: Measured, batches: Batches, set_up: SetUp) -> Schedules:
 def _text_of_publish(run: Measured, batches: Batches, set_up: SetUp) -> str:
     found = ways_of(run, set_up.num_instances)
     share = found["chain"] / batches.mean(set_up).seconds
-    return (
-        f"publish to instances: {set_up.num_instances}: {_s(found['chain'])}, {share:.1%} of the iteration; through a "
-        f"tree {_s(found['tree'])}, one after the other {_s(found['star'])}"
-    )
+    text = f"publish to instances: {set_up.num_instances}: {_s(found['chain'])}, {share:.1%} of the iteration"
+    if "tree" in found:
+        text += f"; through a tree {_s(found['tree'])}, one after the other {_s(found['star'])}"
+    return text
 
 
 def _best(set_ups: Sequence[SetUp]) -> SetUp:

@@ -16,7 +16,7 @@ from typing import Any
 
 from async_rl.records.run_records import Record, number_of
 from deploy.scaling.iterations import LARGEST, PARTS, Iteration, iterations_of, require_same, set_up_of
-from deploy.scaling.publish import DELAY_S, PIECE_S, passing_s
+from deploy.scaling.publish import passing_s
 from deploy.scaling.simulation import Costs, SetUp, finish_times, simulate
 
 NUM_ROUNDS = 8
@@ -75,11 +75,6 @@ def measure(run_dir: Path, *others: Path) -> Measured:
     last, set_up = runs[0][-1].record, runs[0][-1].set_up
     of_instance = max(1, round(min(number_of(last.get("num_inference_devices")) or 0, LARGEST) / set_up.num_instances))
     of_replica = max(1, int(last["num_training_devices"]) // set_up.num_replicas)
-    if costs.passing_s > PIECE_S + DELAY_S:
-        # What a publish does once, whatever it sends, may have taken nearly all of its time.
-        less_s = costs.passing_s - PIECE_S - DELAY_S
-        to_one_s = costs.publish_s + (set_up.num_instances - 1) * less_s
-        nearly.append(replace(costs, publish_s=to_one_s, passing_s=PIECE_S + DELAY_S))
     chained_bytes = median(each.chained_bytes for each in runs[0])
     sizes = (of_instance, of_replica)
     return Measured(set_up, sizes, costs, tuple(runs[0]), tuple(ratios), tuple(nearly), chained_bytes)

@@ -16,6 +16,9 @@ PIECE_S = 0.0005
 DELAY_S = 0.0001
 """Of a link between hosts of one data centre."""
 
+ONCE_S = 0.1
+"""Of a publish that is not for its bytes, at most: one of 132 KB takes 13 to 80 ms on two busy cores."""
+
 FINDING_S = 2.5e-9
 """Processor time for each byte of all weights to find what has changed: 2.2 to 4.1 ns (docs/benchmarks.md)."""
 
@@ -75,8 +78,8 @@ def publish_s(sources: Sequence[int], members: Sequence[Member], num_bytes: floa
 def passing_s(num_bytes: float, took_s: float, num_instances: int) -> float:
     """What each further instance adds to a chain's publish that took so long with `num_instances`.
 
-    All of that time is taken for that of the bytes: where the publish had others, it is less.
+    All of that time but `ONCE_S` is taken for that of the bytes: where the publish had others, it is less.
     """
     num_pieces = max(1, math.ceil(num_bytes / PIECE_BYTES))
     own_s = DELAY_S + PIECE_S
-    return max(0.0, took_s - num_instances * own_s) / (num_pieces + num_instances - 1) + own_s
+    return max(0.0, took_s - ONCE_S - num_instances * own_s) / (num_pieces + num_instances - 1) + own_s

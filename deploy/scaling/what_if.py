@@ -9,7 +9,18 @@ from async_rl.errors import ConfigError
 from async_rl.records.run_records import object_in
 from deploy.scaling.costs import Measured
 from deploy.scaling.iterations import LARGEST
-from deploy.scaling.publish import DELAY_S, FINDING_S, PIECE_BYTES, PIECE_S, Member, chain, publish_s, star, tree
+from deploy.scaling.publish import (
+    DELAY_S,
+    FINDING_S,
+    ONCE_S,
+    PIECE_BYTES,
+    PIECE_S,
+    Member,
+    chain,
+    publish_s,
+    star,
+    tree,
+)
 from deploy.scaling.simulation import Costs
 
 LEAST = 1e-9
@@ -81,10 +92,11 @@ def with_changes(run: Measured, run_dir: Path, share: float | None) -> Measured:
         )
 
     def changed(costs: Costs) -> Costs:
-        sent_s = share * costs.publish_s
+        once_s = min(ONCE_S, costs.publish_s)
+        sent_s = share * (costs.publish_s - once_s)
         return replace(
             costs,
-            publish_s=sent_s + FINDING_S * run.chained_bytes,
+            publish_s=once_s + sent_s + FINDING_S * run.chained_bytes,
             passing_s=min(costs.passing_s, sent_s + PIECE_S + DELAY_S),
         )
 
@@ -93,10 +105,17 @@ def with_changes(run: Measured, run_dir: Path, share: float | None) -> Measured:
 
 
 def ways_of(run: Measured, num_instances: int) -> dict[str, float]:
-    """Seconds of a publish to so many instances: through a chain, as it is, and as it would be through others."""
+    """Seconds of a publish to so many instances: through a chain, as it is; and where its bytes took some of its time,
+    as it would be through a tree, and to one after the other."""
+    ways = {"chain": run.costs.publish_to_s(num_instances)}
     num_pieces = max(1, math.ceil(run.chained_bytes / PIECE_BYTES))
-    piece_s = max(LEAST, run.costs.passing_s - PIECE_S - DELAY_S)
-    members = [Member(run.chained_bytes / num_pieces / piece_s)] * (1 + num_instances)
+    piece_s = run.costs.passing_s - PIECE_S - DELAY_S
+    if piece_s < LEAST:
+        return ways
+    # What a piece takes has the processor's part in it.
+    members = [Member(run.chained_bytes / num_pieces / piece_s, piece_s=min(PIECE_S, piece_s))] * (1 + num_instances)
     once_s = run.costs.publish_s - publish_s(chain(1), members[:2], run.chained_bytes)
-    ways = {"chain": chain, "tree": tree, "star": star}
-    return {name: once_s + publish_s(of(num_instances), members, run.chained_bytes) for name, of in ways.items()}
+    others = {"tree": tree, "star": star}
+    return ways | {
+        name: once_s + publish_s(of(num_instances), members, run.chained_bytes) for name, of in others.items()
+    }

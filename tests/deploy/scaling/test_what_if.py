@@ -12,10 +12,13 @@ import pytest
 
 from deploy.scaling.__main__ import main
 from deploy.scaling.costs import measure
-from deploy.scaling.publish import DELAY_S, FINDING_S, PIECE_S, passing_s
+from deploy.scaling.publish import DELAY_S, FINDING_S, ONCE_S, PIECE_S, passing_s
 from tests.deploy.scaling.test_costs import COSTS, SET_UP, with_config, with_metrics, with_rows, write_run
 
 NUM_BYTES = 200_000_000
+
+SIZES = ("--instances=8", "--replicas=6", "--prompts=120")
+"""So many that groups wait for room at an instance."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def usual(run_dir: Path) -> dict[str, Any]:
-    return said_of(run_dir, "--instances=8", "--replicas=6")
+    return said_of(run_dir, *SIZES)
 
 
 def said_of(path: Path, *arguments: str) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def text_of(path: Path, *arguments: str) -> str:
 def test_schedules_are_compared_with_those_of_the_run(
     switches: Sequence[str], run_dir: Path, usual: dict[str, Any]
 ) -> None:
-    said = said_of(run_dir, "--instances=8", "--replicas=6", *(f"--without={name}" for name in switches))
+    said = said_of(run_dir, *SIZES, *(f"--without={name}" for name in switches))
     assert usual["as_the_run"] is None and said["as_the_run"] == usual["schedules"]
     for each in said["set_ups"]:
         assert (each["has_dock"], each["has_tail"]) == ("dock" not in switches, "tail" not in switches)
@@ -61,21 +64,19 @@ def test_schedules_are_compared_with_those_of_the_run(
 def test_the_best_split_of_many_devices_may_be_another_one_without(run_dir: Path) -> None:
     found = said_of(run_dir, "--devices=48", "--without=dock", "--without=tail", "--prompts=64")["set_ups"]
     assert len(found) > 2 and not any(each["has_dock"] or each["has_tail"] for each in found)
-    assert found[1]["seconds"] == min(each["seconds"] for each in found[1:])
+    # To three digits.
+    assert found[1]["seconds"] == pytest.approx(min(each["seconds"] for each in found[1:]), rel=0.005)
 
 
 def test_a_publish_grows_with_the_instances_from_the_measured_one(run_dir: Path, usual: dict[str, Any]) -> None:
     further_s = passing_s(NUM_BYTES, COSTS.publish_s, SET_UP.num_instances)
-    assert further_s == pytest.approx((0.4 - 0.0012) / (191 + 1) + 0.0006)
+    assert further_s == pytest.approx((0.3 - 0.0012) / (191 + 1) + 0.0006)
     costs, (now, other) = usual["costs"], usual["set_ups"]
     assert costs["passing_s"] == pytest.approx(further_s)
     assert costs["publish_s"] + further_s == pytest.approx(COSTS.publish_s)
-    constant = said_of(run_dir, "--instances=8", "--replicas=6", "--cost=passing_s=0")["set_ups"]
+    constant = said_of(run_dir, *SIZES, "--cost=passing_s=0")["set_ups"]
     assert now["seconds"] - constant[0]["seconds"] == pytest.approx(further_s)
     assert other["seconds"] - constant[1]["seconds"] == pytest.approx(7 * further_s)
-    # A publish whose time was not that of its bytes grows by less.
-    least, most = said_of(run_dir, "--instances=1000")["set_ups"][1]["between"]
-    assert most - least == pytest.approx(998 * (further_s - PIECE_S - DELAY_S))
 
 
 def test_the_publish_is_compared_with_a_tree_and_with_one_after_the_other(run_dir: Path) -> None:
@@ -87,6 +88,9 @@ def test_the_publish_is_compared_with_a_tree_and_with_one_after_the_other(run_di
     assert ways["tree"] == pytest.approx(costs["publish_s"] + 5 * bytes_s, rel=0.01)
     share = ways["chain"] / said["set_ups"][1]["seconds"]
     assert f"publish to instances: 63: {1000 * ways['chain']:.3g} ms, {share:.1%} of the iteration; through a" in text
+    # One that took no longer than what it does besides tells nothing of a link.
+    short = ("--instances=63", "--cost=passing_s=0.0006")
+    assert said_of(run_dir, *short)["publish"].keys() == {"chain"} and "through a tree" not in text_of(run_dir, *short)
 
 
 def test_where_no_bytes_are_known_to_pass_from_one_to_the_next_a_publish_is_constant(tmp_path: Path) -> None:
@@ -108,9 +112,10 @@ def test_stages_pass_their_own_parts_at_the_same_time(tmp_path: Path) -> None:
 
 
 def test_changes_are_fewer_bytes_that_are_found_first(run_dir: Path, usual: dict[str, Any]) -> None:
-    said = said_of(run_dir, "--instances=8", "--replicas=6", "--changes=0.1")
+    said = said_of(run_dir, *SIZES, "--changes=0.1")
     costs, before = said["costs"], usual["costs"]
-    assert costs == before | {"publish_s": pytest.approx(0.1 * before["publish_s"] + FINDING_S * NUM_BYTES)}
+    sent_s = 0.1 * (before["publish_s"] - ONCE_S)
+    assert costs == before | {"publish_s": pytest.approx(ONCE_S + sent_s + FINDING_S * NUM_BYTES)}
     less_s = before["publish_s"] - costs["publish_s"]
     for name, seconds in said["schedules"].items():
         assert seconds == pytest.approx(usual["schedules"][name] - less_s)
@@ -121,7 +126,7 @@ def test_changes_are_fewer_bytes_that_are_found_first(run_dir: Path, usual: dict
     assert slow[1] < 0.3 * slow[0]
     # A message shorter than a piece is passed on as soon as it is there.
     few = said_of(run_dir, "--changes=0.0001")["costs"]
-    assert few["passing_s"] == pytest.approx(0.0001 * before["publish_s"] + PIECE_S + DELAY_S)
+    assert few["passing_s"] == pytest.approx(0.001 * sent_s + PIECE_S + DELAY_S)
 
 
 def test_groups_are_expected_to_be_as_long_as_their_prompts_were(tmp_path: Path) -> None:
