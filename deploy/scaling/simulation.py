@@ -6,8 +6,8 @@ A discrete-event simulation of the period (`docs/period.md`) with the costs of `
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 Schedule = Literal["periodic", "synchronous", "one step behind"]
@@ -77,7 +77,8 @@ class SetUp:
     Attributes:
         max_running: responses that an instance decodes at once; others wait there.
         window_rows: most rows of a window, unless a single group has more.
-        has_dock: replicas take what has finished; without, each gets the groups at its own indices.
+        has_dock: replicas take what has finished, or if they train after the rollouts, parts of equally many rows;
+            without, each gets the groups at its own indices.
         has_tail: instances take what waits, the longest expected first; without, each gets the groups at its own
             indices before any rollout begins.
     """
@@ -286,47 +287,79 @@ def _lose_first(instances: list[_Instance], loss: Loss) -> None:
         heapq.heappush(least, (tokens + left, place))
 
 
+@dataclass(slots=True)
+class _Share:
+    """Groups that the same replicas train: those of `free`, a heap, when it is made."""
+
+    free: list[int]
+    num_replicas: int
+    waiting: list[int] = field(default_factory=list)
+    """A heap of -rows."""
+    left: int = 0
+    """Rows that no window has begun with."""
+
+    def windows(self, window_rows: int) -> Iterator[tuple[int, int]]:
+        """(replica, rows) of those that begin now."""
+        # Replicas that are free at the same time have the same.
+        most = min(window_rows, self.left / self.num_replicas)
+        while self.free and self.waiting:
+            rows = -heapq.heappop(self.waiting)
+            while self.waiting and rows - self.waiting[0] <= most:
+                rows -= heapq.heappop(self.waiting)
+            self.left -= rows
+            yield heapq.heappop(self.free), rows
+
+
+def _replicas_of(rows: Sequence[int], num_replicas: int, set_up: SetUp) -> list[int]:
+    """Of each arrival the replica that it is for, or 0 of all that are for whoever is free."""
+    if not set_up.has_dock:
+        return [index % num_replicas for index in range(len(rows))]
+    found = [0] * len(rows)
+    if set_up.schedule == "synchronous":
+        # The dock gives all at once then, in parts of equally many tokens.
+        least = [(0, replica) for replica in range(num_replicas)]
+        for index in sorted(range(len(rows)), key=lambda index: -rows[index]):
+            given, found[index] = least[0]
+            heapq.heapreplace(least, (given + rows[index], found[index]))
+    return found
+
+
 def train(
     arrivals: Sequence[tuple[float, int]], costs: Costs, set_up: SetUp, rollouts: float = 0.0
 ) -> tuple[float, float, float]:
     """(end, time in windows of the busiest replica, end of the rollouts) of groups that arrive as (time, rows).
 
     A replica that is free trains what waits, the largest groups first, up to a window, and at most its share of what
-    is left of the batch, so that all end together. Without a dock the arrival at index i waits for replica i mod their
-    number.
+    is left of the batch, so that all end together; or up to a window of its own, where groups are for a replica each
+    (`_replicas_of`).
 
     Arrivals, and `rollouts`, the end of the last one, are in the time that rollouts take alone. The pools have a clock
     each, which goes slower while the other one works.
     """
     # A group is trained by one of them.
     num_replicas = max(1, min(set_up.num_replicas, len(arrivals)))
-    num_shares = 1 if set_up.has_dock else num_replicas
-    free, busy_s = [list(range(share, num_replicas, num_shares)) for share in range(num_shares)], [0.0] * num_replicas
-    """Of each share a heap of its replicas that are free."""
+    is_shared = set_up.has_dock and set_up.schedule != "synchronous"
+    shares = [_Share([each], 1) for each in range(num_replicas)]
+    if is_shared:
+        shares = [_Share(list(range(num_replicas)), num_replicas)]
+    busy_s = [0.0] * num_replicas
     running: list[tuple[float, int, float]] = []
     """A heap of (end by the clock of training, replica, beginning in seconds)."""
-    coming = deque(sorted((at_s, rows, index % num_shares) for index, (at_s, rows) in enumerate(arrivals)))
-    waiting: list[list[int]] = [[] for _ in range(num_shares)]
-    """Of each share a heap of -rows."""
-    left = [sum(rows for _, rows in arrivals[share::num_shares]) for share in range(num_shares)]
+    given = _replicas_of([rows for _, rows in arrivals], num_replicas, set_up)
+    coming = deque(sorted((*each, place) for each, place in zip(arrivals, given, strict=True)))
+    for _, rows, place in coming:
+        shares[place].left += rows
     changed: set[int] = set()
     """Shares with a group or a replica more."""
     now_s, end_s, rolled, trained, rollout_s = 0.0, 0.0, 0.0, 0.0, 0.0 if rollouts <= 0 else math.inf
     while coming or changed or running or rollout_s == math.inf:
         while coming and coming[0][0] <= rolled:
-            _, rows, share = coming.popleft()
-            heapq.heappush(waiting[share], -rows)
-            changed.add(share)
-        for share in changed:
-            # Replicas that are free at the same time have the same.
-            most = min(set_up.window_rows, left[share] * num_shares / num_replicas)
-            while free[share] and waiting[share]:
-                rows = -heapq.heappop(waiting[share])
-                while waiting[share] and rows - waiting[share][0] <= most:
-                    rows -= heapq.heappop(waiting[share])
-                left[share] -= rows
-                ends = trained + costs.window_s + rows * costs.row_s
-                heapq.heappush(running, (ends, heapq.heappop(free[share]), now_s))
+            _, rows, place = coming.popleft()
+            heapq.heappush(shares[place].waiting, -rows)
+            changed.add(place)
+        for place in changed:
+            for replica, rows in shares[place].windows(set_up.window_rows):
+                heapq.heappush(running, (trained + costs.window_s + rows * costs.row_s, replica, now_s))
         changed.clear()
         if not (coming or running or rollout_s == math.inf):
             break
@@ -347,6 +380,7 @@ def train(
             while running and running[0][0] <= trained:
                 _, replica, began_s = heapq.heappop(running)
                 busy_s[replica] += now_s - began_s
-                heapq.heappush(free[replica % num_shares], replica)
-                changed.add(replica % num_shares)
+                place = 0 if is_shared else replica
+                heapq.heappush(shares[place].free, replica)
+                changed.add(place)
     return end_s, max(busy_s), rollout_s

@@ -92,6 +92,15 @@ def test_without_a_dock_each_replica_has_its_own_groups() -> None:
     assert train(uneven, COSTS, SetUp(1, 2, 1, 100))[1] == pytest.approx(0.1 + 0.3 + 0.1 + 0.003)
 
 
+def test_after_the_rollouts_the_dock_gives_parts_of_equally_many_rows() -> None:
+    rows = [100, 90, 60, 50, 40, 20]
+    set_up = SetUp(1, 2, window_rows=1000, schedule="synchronous")
+    # 100, 50 and 40 rows, or 90, 60 and 20; a window each.
+    assert train([(0.0, each) for each in rows], COSTS, set_up)[0] == pytest.approx(0.1 + 0.003 * 190)
+    # And those at even indices.
+    assert train([(0.0, each) for each in rows], COSTS, replace(set_up, has_dock=False))[0] == pytest.approx(0.1 + 0.6)
+
+
 @pytest.mark.parametrize("has_dock", [True, False])
 def test_replicas_without_a_dock_slow_rollouts_down_only_while_they_train(has_dock: bool) -> None:
     costs = replace(NOTHING, window_s=1.0, slower_decoding=2.0)
