@@ -98,10 +98,6 @@ OTHERS: dict[str, Other] = {
     "synchronous": Other({"train.mode": "synchronous"}, lambda set_up: replace(set_up, schedule="synchronous")),
     "two instances": Other({"inference.num_instances": 2}, lambda set_up: replace(set_up, num_instances=2)),
     "two replicas": Other({"trainer.num_processes": 2}, lambda set_up: replace(set_up, num_replicas=2)),
-    "two replicas, by index": Other(
-        {"trainer.num_processes": 2, "train.order": "prompt"},
-        lambda set_up: replace(set_up, num_replicas=2, has_dock=False),
-    ),
 }
 
 

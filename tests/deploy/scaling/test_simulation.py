@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -65,6 +66,21 @@ def test_the_longest_expected_group_is_first_and_an_instance_that_is_done_takes_
     assert finish_times(groups, COSTS, replace(set_up, has_tail=False)) == pytest.approx([0.511, 0.511, 0.555])
 
 
+@pytest.mark.parametrize(("is_known", "least", "most"), [(True, 1.2, 1.4), (False, 1.0, 1.05)])
+def test_tail_scheduling_saves_most_where_lengths_are_known_before(is_known: bool, least: float, most: float) -> None:
+    """64 prompts of 8 log-normal responses at four instances of 32 at once."""
+    costs, ratios = replace(NOTHING, step_s=0.01, token_s=0.0001), []
+    for seed in range(10):
+        rng = random.Random(seed)
+        means = [400 * rng.lognormvariate(0, 0.7) for _ in range(64)]
+        lengths = [tuple(max(1, min(4096, int(mean * rng.lognormvariate(0, 0.7)))) for _ in range(8)) for mean in means]
+        usual = fmean(fmean(group) for group in lengths)
+        groups = [Shape(64, group, True, fmean(group) / usual if is_known else 1.0) for group in lengths]
+        ends = [max(finish_times(groups, costs, SetUp(4, 1, 32, has_tail=has_tail))) for has_tail in (False, True)]
+        ratios.append(ends[0] / ends[1])
+    assert least < fmean(ratios) < most
+
+
 @pytest.mark.parametrize("max_running", [1, 3, 1000])
 def test_without_tail_scheduling_each_instance_has_its_own_groups(max_running: int) -> None:
     rng = random.Random(fresh_seed())
@@ -90,6 +106,22 @@ def test_without_a_dock_each_replica_has_its_own_groups() -> None:
     assert train(uneven, COSTS, SetUp(1, 2, 1, 100))[0] == pytest.approx(9.0 + 0.1 + 0.003)
     assert train(uneven, COSTS, SetUp(1, 2, 1, 100, has_dock=False))[1] == pytest.approx(2 * (0.1 + 0.3))
     assert train(uneven, COSTS, SetUp(1, 2, 1, 100))[1] == pytest.approx(0.1 + 0.3 + 0.1 + 0.003)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_the_dock_saves_what_it_does_between_real_processes(number: int) -> None:
+    """As `benchmarks/dock.py` has it: there 2% with two replicas, 8% with four, of means of three batches."""
+    rng, ratios = random.Random(0), []
+    for _ in range(20):
+        groups = [
+            [max(1, min(800, round(100 * rng.lognormvariate(0, 1)))) for _ in range(8)] for _ in range(32 * number)
+        ]
+        all_s = max(map(max, groups)) / 400
+        costs = replace(NOTHING, row_s=all_s * number / sum(64 + sum(group) for group in groups))
+        arrivals = [(max(group) / 400, 64 + sum(group)) for group in groups]
+        dock, fixed = (train(arrivals, costs, SetUp(1, number, has_dock=has_dock))[0] for has_dock in (True, False))
+        ratios.append(dock / fixed)
+    assert 0.9 < fmean(ratios) < 0.98
 
 
 def test_after_the_rollouts_the_dock_gives_parts_of_equally_many_rows() -> None:
