@@ -5,6 +5,7 @@ import io
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from deploy.scaling.__main__ import main
 from deploy.scaling.costs import measure
 from deploy.scaling.publish import DELAY_S, FINDING_S, ONCE_S, PIECE_S, passing_s
+from deploy.scaling.what_if import with_changes
 from tests.deploy.scaling.test_costs import COSTS, SET_UP, with_config, with_metrics, with_rows, write_run
 
 NUM_BYTES = 200_000_000
@@ -127,6 +129,12 @@ def test_changes_are_fewer_bytes_that_are_found_first(run_dir: Path, usual: dict
     # A message shorter than a piece is passed on as soon as it is there.
     few = said_of(run_dir, "--changes=0.0001")["costs"]
     assert few["passing_s"] == pytest.approx(0.001 * sent_s + PIECE_S + DELAY_S)
+
+
+def test_all_costs_that_the_records_allow_have_changes(run_dir: Path) -> None:
+    run = measure(run_dir)
+    changed = with_changes(replace(run, others=(run.costs,)), run_dir, 0.1)
+    assert changed.others == (changed.costs,) != (run.costs,)
 
 
 def test_groups_are_expected_to_be_as_long_as_their_prompts_were(tmp_path: Path) -> None:
