@@ -17,6 +17,10 @@ from typing import Any
 NUM_RECENT = 10
 """The iterations that count, of each number of instances."""
 
+MAX_AGE = 100
+"""Iterations after which those of a number of instances are forgotten: a run learns, and its responses change. Not
+those of the newest other number, without which all would seem to be divided, and the advice would jump."""
+
 TOLERANCE = 0.1
 """Share of an instance for which starting another one is not worthwhile: times vary more than that."""
 
@@ -37,6 +41,7 @@ class IterationTimes:
     num_instances: int
     num_groups: int
     response_tokens: int
+    iteration: int = 0
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "IterationTimes":
@@ -71,11 +76,16 @@ def overlap_efficiency(bound_s: float, seconds: float) -> float:
 
 
 def remember(history: list[IterationTimes], times: IterationTimes) -> None:
-    """Adds an iteration, and forgets the oldest one that had as many instances, if there are more than `NUM_RECENT`."""
+    """Adds an iteration, and forgets the oldest one that had as many instances, if there are more than `NUM_RECENT`,
+    and others by their age (`MAX_AGE`)."""
     history.append(times)
     same = [each for each in history if each.num_instances == times.num_instances]
     if len(same) > NUM_RECENT:
         history.remove(same[0])
+    others = [each.num_instances for each in history if each.num_instances != times.num_instances]
+    kept = {times.num_instances, *others[-1:]}
+    oldest = times.iteration - MAX_AGE
+    history[:] = [each for each in history if each.num_instances in kept or each.iteration > oldest]
 
 
 def desired_instances(history: Sequence[IterationTimes]) -> int:

@@ -5,7 +5,6 @@ codes: 0 success, 2 no such run or config, or not enough of it.
 """
 
 import json
-import math
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -27,11 +26,12 @@ from deploy.scaling.failures import Failures, Kind, failures_of
 from deploy.scaling.iterations import LARGEST, checkpoint_every
 from deploy.scaling.memory import DeviceMemory
 from deploy.scaling.simulation import ASSUMED, SCHEDULES, Outcome, SetUp
+from deploy.scaling.what_if import LEAST, MOST_CHANGES, SWITCHES, ways_of, with_changes, with_costs, without
+
+Schedules = dict[str, float]
+"""Seconds of an iteration with each schedule, and with pools that take turns."""
 
 RESTART_S = 120.0
-
-LEAST = 1e-9
-"""Seconds, hours and GiB: less is none of a run, and what is divided by it is no number."""
 
 APART = 1.05
 """Times of a set-up that differ more, by the costs that the records allow, are shown both."""
@@ -44,7 +44,8 @@ def limit_of(mean: Outcome) -> str:
     return "rollouts" if mean.idle_training > mean.idle_inference else "training"
 
 
-def text_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> str:
+def text_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp], as_run: Schedules | None = None) -> str:
+    """`as_run`: what the schedules take where nothing is switched, if something is."""
     costs, ratios = run.costs, run.ratios
     lines = [
         f"measured over {len(run.iterations)} iterations, of which every other one was fitted:",
@@ -52,23 +53,38 @@ def text_of(run: Measured, batches: Batches, set_ups: Sequence[SetUp]) -> str:
         f"{_s(costs.prompt_token_s)} a token of a prompt; scored {_s(costs.score_s)} after the last one",
         f"  replica    {_s(costs.window_s)} a window and {_s(costs.row_s)} for each row",
         f"  both at once: a step takes {costs.slower_decoding:.2f} times as long, a window {costs.slower_training:.2f}",
-        f"  iteration  step {_s(costs.optimizer_s)}, publish {_s(costs.publish_s)}, between {_s(costs.between_s)}",
+        f"  iteration  step {_s(costs.optimizer_s)}, publish {_s(costs.publish_s)} to one instance and "
+        f"{_s(costs.passing_s)} for each further one, between {_s(costs.between_s)}",
         f"  simulated / measured, of the others: median {median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}",
         "",
         "instances  replicas  devices         iteration  tokens/s  per device  training waits  instances idle  limit",
     ]
     lines += [_row(run, batches, set_up) for set_up in dict.fromkeys(set_ups)]
-    best = _best(set_ups)
-    periodic = batches.mean(replace(best, schedule="periodic")).seconds
+    best, taken = _best(set_ups), schedules_of(run, batches, _best(set_ups))
     lines += ["", f"schedules with instances: {best.num_instances}, replicas: {best.num_replicas}"]
-    for schedule in SCHEDULES:
-        seconds = batches.mean(replace(best, schedule=schedule)).seconds
-        note = " (trains samples of older weights; not offered)" if schedule == "one step behind" else ""
-        lines.append(f"  {schedule:<16}{_s(seconds):>9}  {seconds / periodic:.2f} of periodic{note}")
-    turns = batches.mean(batches.turns(devices_of(run, best))).seconds
-    note = "both pools on all devices; no swaps" + ("" if batches.turns_fit(devices_of(run, best)) else "; no room")
-    lines.append(f"  {TURNS:<16}{_s(turns):>9}  {turns / periodic:.2f} of periodic ({note})")
+    turns = "both pools on all devices; no swaps" + ("" if batches.turns_fit(devices_of(run, best)) else "; no room")
+    notes = {"one step behind": " (trains samples of older weights; not offered)", TURNS: f" ({turns})"}
+    for name, seconds in taken.items():
+        share = f"{seconds / taken['periodic']:.2f} of periodic{notes.get(name, '')}"
+        before = "" if as_run is None else f"; as the run does {_s(as_run[name])}"
+        lines.append(f"  {name:<16}{_s(seconds):>9}  {share}{before}")
+    if run.chained_bytes:
+        lines += ["", _text_of_publish(run, batches, best)]
     return "\n".join([*lines, "", "taken for granted: " + "; ".join(ASSUMED)])
+
+
+def schedules_of(run: Measured, batches: Batches, set_up: SetUp) -> Schedules:
+    taken: Schedules = {schedule: batches.mean(replace(set_up, schedule=schedule)).seconds for schedule in SCHEDULES}
+    return {**taken, TURNS: batches.mean(batches.turns(devices_of(run, set_up))).seconds}
+
+
+def _text_of_publish(run: Measured, batches: Batches, set_up: SetUp) -> str:
+    found = ways_of(run, set_up.num_instances)
+    share = found["chain"] / batches.mean(set_up).seconds
+    text = f"publish to instances: {set_up.num_instances}: {_s(found['chain'])}, {share:.1%} of the iteration"
+    if "tree" in found:
+        text += f"; through a tree {_s(found['tree'])}, one after the other {_s(found['star'])}"
+    return text
 
 
 def _best(set_ups: Sequence[SetUp]) -> SetUp:
@@ -118,6 +134,7 @@ def json_of(
     set_ups: Sequence[SetUp],
     failures: Failures | None = None,
     memory: DeviceMemory | None = None,
+    as_run: Schedules | None = None,
 ) -> dict[str, Any]:
     """Everything that the text has, by the names of `Costs`, `SetUp` and `Outcome`; the first set-up is the run's."""
     turns = batches.turns(devices_of(run, _best(set_ups)))
@@ -135,37 +152,13 @@ def json_of(
             for set_up in set_ups
         ],
         "turns": {**asdict(turns), **_figures(batches.mean(turns))},
+        "schedules": schedules_of(run, batches, _best(set_ups)),
+        "as_the_run": as_run,
+        "publish": ways_of(run, _best(set_ups).num_instances) if run.chained_bytes else None,
         "failures": None if failures is None else asdict(failures),
         "memory": None if memory is None else memory.figures(_best(set_ups).num_replicas),
         "assumed": list(ASSUMED),
     }
-
-
-def with_costs(run: Measured, given: Sequence[str]) -> Measured:
-    """The run as if these costs, NAME=SECONDS, were what it has.
-
-    Raises:
-        ConfigError: there is no such cost, or no such number.
-    """
-    costs: dict[str, float] = {}
-    for word in given:
-        name, _, text = word.partition("=")
-        if name in costs:
-            raise ConfigError(f"--cost {word!r}: {name} is {costs[name]:g} already: give each cost once")
-        least = 1.0 if name.startswith("slower_") else 0.0
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (name in asdict(run.costs) and least <= value <= LARGEST and not 0 < value < LEAST):
-            raise ConfigError(
-                f"--cost {word!r}: expected NAME=NUMBER, 0 or more seconds, or a factor of 1 or more; the names are "
-                f"{', '.join(asdict(run.costs))}"
-            )
-        costs[name] = value
-    if not any(value for name, value in {**asdict(run.costs), **costs}.items() if not name.startswith("slower_")):
-        raise ConfigError("--cost leaves nothing that takes time: leave one out")
-    return replace(run, costs=replace(run.costs, **costs), others=tuple(replace(each, **costs) for each in run.others))
 
 
 def show_graph(config: Path, overrides: Sequence[str], output: Path | None) -> None:
@@ -221,6 +214,14 @@ def make_parser() -> Parser:
         metavar="NAME=S",
         help="what if: seconds in place of a measured cost, as publish_s=0.5, of those that --json names",
     )
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        choices=SWITCHES,
+        help="simulate replicas that get the groups at their indices (dock), or instances that do (tail)",
+    )
+    parser.add_argument("--changes", type=float, metavar="SHARE", help="publish only changes, this part of all bytes")
     parser.add_argument("--device-gib", type=float, metavar="G", help="leave out what does not fit devices of so much")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     return parser
@@ -237,6 +238,11 @@ def parsed(parser: Parser, argv: Sequence[str]) -> Namespace:
     for name in ("mtbf_hours", "restart_s", "device_gib"):
         if (value := getattr(options, name)) is not None and not LEAST <= value <= LARGEST:
             parser.error(f"--{name.replace('_', '-')} is {value}: expected a positive number")
+    if (share := options.changes) is not None and not LEAST <= share <= MOST_CHANGES:
+        parser.error(
+            f"--changes is {share}: expected a share of the bytes, above 0 and at most {MOST_CHANGES:g}, beyond which "
+            "all weights are sent"
+        )
     if options.restart_s is not None and options.mtbf_hours is None:
         parser.error("--restart-s is of failures: add --mtbf-hours, how often a device has one")
     others = vars(options).keys() - {"run", "graph", "output"}
@@ -259,10 +265,11 @@ def main(argv: Sequence[str]) -> int:
         if options.graph:
             show_graph(options.run[0], parser.overrides, options.output)
             return 0
-        run = with_costs(measure(*options.run), options.cost)
+        plain = with_costs(measure(*options.run), options.cost)
+        run = with_changes(without(plain, options.without), options.run[0], options.changes)
         memory = DeviceMemory(options.run[0], int(options.device_gib * GIB)) if options.device_gib else None
         batches = Batches(run, options.prompts, options.responses, memory)
-        set_ups = [run.set_up]
+        set_ups, as_run = [run.set_up], None
         if options.devices:
             set_ups += batches.splits(options.devices)
         elif options.instances or options.replicas:
@@ -273,6 +280,10 @@ def main(argv: Sequence[str]) -> int:
                     num_replicas=options.replicas or run.set_up.num_replicas,
                 )
             )
+        if run != plain:
+            usual = Batches(plain, options.prompts, options.responses, memory)
+            own = replace(_best(set_ups), has_dock=plain.set_up.has_dock, has_tail=plain.set_up.has_tail)
+            as_run = schedules_of(plain, usual, own)
         if options.output:
             _write(options.output, chart.svg_of(batches.by_devices(options.devices)))
         failures, every, restart_s = None, checkpoint_every(options.run[0]), options.restart_s or RESTART_S
@@ -282,9 +293,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"async-rl plan: {error_text(error)}", file=sys.stderr)
         return USAGE_ERROR
     if options.json:
-        print(json.dumps(json_of(run, batches, set_ups, failures, memory)))
+        print(json.dumps(json_of(run, batches, set_ups, failures, memory, as_run)))
         return 0
-    print(text_of(run, batches, set_ups))
+    print(text_of(run, batches, set_ups, as_run))
     if failures is not None:
         print(text_of_failures(failures, options.mtbf_hours, every))
     if memory is not None:

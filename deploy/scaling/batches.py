@@ -135,7 +135,7 @@ class Batches:
 
         def split(num_replicas: int) -> SetUp:
             num_instances = min(num_groups, (num_devices - num_replicas * of_replica) // of_instance)
-            return SetUp(num_instances, num_replicas, now.max_running, now.window_rows, schedule=schedule)
+            return replace(now, num_instances=num_instances, num_replicas=num_replicas, schedule=schedule)
 
         seconds: dict[int, float] = {}
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from async_rl.records.run_records import Record, number_of
 from deploy.scaling.iterations import LARGEST, PARTS, Iteration, iterations_of, require_same, set_up_of
+from deploy.scaling.publish import passing_s
 from deploy.scaling.simulation import Costs, SetUp, finish_times, simulate
 
 NUM_ROUNDS = 8
@@ -37,6 +38,7 @@ class Measured:
     Attributes:
         devices_of: devices of an instance, and of a replica.
         ratios: simulated / measured time of each iteration that was compared.
+        chained_bytes: of a publish, that pass from instance to instance; 0 if they do not, or if it is not known.
         others: costs with which the iterations that were fitted come nearly as near: the records do not tell, say, the
             cost of a step from that of its responses, where always as many run.
     """
@@ -47,6 +49,7 @@ class Measured:
     iterations: tuple[Iteration, ...]
     ratios: tuple[float, ...]
     others: tuple[Costs, ...] = ()
+    chained_bytes: float = 0.0
 
 
 def measure(run_dir: Path, *others: Path) -> Measured:
@@ -72,7 +75,9 @@ def measure(run_dir: Path, *others: Path) -> Measured:
     last, set_up = runs[0][-1].record, runs[0][-1].set_up
     of_instance = max(1, round(min(number_of(last.get("num_inference_devices")) or 0, LARGEST) / set_up.num_instances))
     of_replica = max(1, int(last["num_training_devices"]) // set_up.num_replicas)
-    return Measured(set_up, (of_instance, of_replica), costs, tuple(runs[0]), tuple(ratios), tuple(nearly))
+    chained_bytes = median(each.chained_bytes for each in runs[0])
+    sizes = (of_instance, of_replica)
+    return Measured(set_up, sizes, costs, tuple(runs[0]), tuple(ratios), tuple(nearly), chained_bytes)
 
 
 def fit(iterations: Sequence[Iteration]) -> list[Costs]:
@@ -80,6 +85,10 @@ def fit(iterations: Sequence[Iteration]) -> list[Costs]:
 
     def usual(of: Callable[[Record], Any]) -> float:
         return max(0.0, float(median(of(each.record) for each in iterations)))
+
+    def passing(each: Iteration) -> float:
+        took_s = each.record["publish_s"]
+        return passing_s(each.chained_bytes, took_s, each.set_up.num_instances) if each.chained_bytes else 0.0
 
     slower, (window_s, row_s) = fit_windows(
         [
@@ -91,9 +100,13 @@ def fit(iterations: Sequence[Iteration]) -> list[Costs]:
     costs = Costs(
         *(0.0, 0.0, 0.0, 0.0, window_s, row_s),
         optimizer_s=usual(lambda record: record["step_s"]),
-        publish_s=usual(lambda record: record["publish_s"]),
+        publish_s=max(
+            0.0,
+            median(each.record["publish_s"] - (each.set_up.num_instances - 1) * passing(each) for each in iterations),
+        ),
         between_s=usual(lambda record: record["seconds"] - sum(record[name] for name in PARTS[1:])),
         slower_training=slower,
+        passing_s=median(map(passing, iterations)),
     )
     tells = {each.set_up.schedule for each in iterations} == {"periodic", "synchronous"}
     found = {

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from async_rl.config.sections import CheckpointSection
@@ -29,6 +29,9 @@ NUM_ITERATIONS = 20
 
 FEWEST = 4
 
+LOOKED_BACK = 100
+"""Iterations before these, from which it is known how long a prompt's responses were expected to be."""
+
 TOO_LONG = 3.0
 """Times the median of an iteration that has something in it which no cost is of: a start, a wait for an instance."""
 
@@ -45,6 +48,9 @@ PARTS = ("seconds", "publish_s", "step_s", "wait_s", "train_s")
 SIZES = ("num_prompt_tokens", "num_response_tokens", "num_responses", "num_turns")
 LARGEST, MOST = 2**40, 2**16
 """Tokens and seconds, and responses of a group: beyond it a number is none of a run."""
+
+CHAINED = ("broadcast", "changes", "stages")
+"""Transports with which instances pass the weights on."""
 
 TIMES = ("started_s", "finished_s")
 WINDOW = ("train_started_s", "train_finished_s")
@@ -74,12 +80,17 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """What the records have of one; groups are in the order of their dispatch."""
+    """What the records have of one; groups are in the order of their dispatch.
+
+    `chained_bytes` passed from instance to instance, through each chain if there are several: 0 if none did, or if it
+    is not known.
+    """
 
     record: Record
     groups: tuple[Group, ...]
     windows: tuple[Window, ...]
     set_up: SetUp
+    chained_bytes: float
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -98,14 +109,17 @@ class Iteration:
         return at_s - (1 - 1 / factor) * trained_s, factor if is_beside else 1.0
 
 
-def set_up_of(run_dir: Path) -> tuple[SetUp, int]:
-    """Of a run's config.json, but for the numbers of instances and replicas; and the devices of a replica."""
+def set_up_of(run_dir: Path) -> tuple[SetUp, int, int]:
+    """Of a run's config.json, but for the numbers of instances and replicas; the devices of a replica; and how many
+    chains the weights go through, or 0."""
     require_readable(run_dir, ["config.json", METRICS, TIMELINE.name])
     config = object_in(run_dir / "config.json")
     try:
         sizes = [config["trainer"][name] for name in REPLICA]
         max_running, window_rows = config["inference"]["max_concurrency"], config["trainer"]["micro_batch_tokens"]
         mode, placement = config["train"]["mode"], config["run"]["placement"]
+        transport, is_by_index = config["publish"]["transport"], config["train"]["order"] == "prompt"
+        has_dock = not is_by_index and not config["prompts"]["reserve"]
         if not all(isinstance(each, int) and 0 < each <= LARGEST for each in (*sizes, max_running, window_rows)):
             raise TypeError
     except (LookupError, TypeError) as error:
@@ -116,7 +130,9 @@ def set_up_of(run_dir: Path) -> tuple[SetUp, int]:
             'with "separate"'
         )
     schedule: Schedule = "synchronous" if mode == "synchronous" else "periodic"
-    return SetUp(max_running=max_running, window_rows=window_rows, schedule=schedule), math.prod(sizes)
+    set_up = SetUp(max_running=max_running, window_rows=window_rows, schedule=schedule, has_dock=has_dock)
+    num_chains = sizes[1] if transport == "stages" else int(transport in CHAINED)
+    return set_up, math.prod(sizes), num_chains
 
 
 def checkpoint_every(run_dir: Path) -> int:
@@ -147,7 +163,7 @@ def require_same(run_dir: Path, other: Path) -> None:
             )
 
 
-def iterations_of(run_dir: Path, of_config: tuple[SetUp, int]) -> list[Iteration]:
+def iterations_of(run_dir: Path, of_config: tuple[SetUp, int, int]) -> list[Iteration]:
     """The last ones with the same number of instances and devices as the very last; the first of a run, and those that
     are far longer than the others, are left out."""
     run = RunRecords(run_dir)
@@ -164,17 +180,20 @@ def iterations_of(run_dir: Path, of_config: tuple[SetUp, int]) -> list[Iteration
     records = records[-NUM_ITERATIONS:]
     longest_s = TOO_LONG * median([each["seconds"] for each in records] or [0.0])
     chosen = {each["iteration"]: each for each in records if each["seconds"] <= longest_s}
-    set_up, of_replica = of_config
+    set_up, of_replica, num_chains = of_config
     if records:
         numbers = int(records[-1]["num_instances"]), int(records[-1]["num_training_devices"]) // of_replica
         set_up = replace(set_up, num_instances=max(1, numbers[0]), num_replicas=max(1, numbers[1]))
     rows: dict[int, list[Record]] = {}
-    for row in run.groups(min(chosen, default=0)):
-        rows.setdefault(row.get("iteration", -1), []).append(row)
+    for row in filter(has_iteration, run.groups(min(chosen, default=0) - LOOKED_BACK)):
+        rows.setdefault(row["iteration"], []).append(row)
+    lengths: dict[str, float] = {}
+    for number in sorted(rows):
+        rows[number] = _expecting(rows[number], lengths)
     found = [
         iteration
         for number, record in chosen.items()
-        if (iteration := _iteration(record, rows.get(number, []), set_up)) is not None
+        if (iteration := _iteration(record, rows.get(number, []), set_up, num_chains)) is not None
     ]
     if len(found) < FEWEST:
         raise ConfigError(
@@ -185,7 +204,20 @@ def iterations_of(run_dir: Path, of_config: tuple[SetUp, int]) -> list[Iteration
     return found
 
 
-def _iteration(record: Record, rows: Sequence[Record], set_up: SetUp) -> Iteration | None:
+def _expecting(rows: Sequence[Record], lengths: dict[str, float]) -> list[Record]:
+    """Rows of an iteration with how long their responses were `expected` to be, as a multiple of the mean: by a
+    prompt's own history, else by all `lengths` so far, to which it adds theirs."""
+    if not all(isinstance(row.get("prompt_id"), str) and _is_plain(row) for row in rows):
+        return list(rows)
+    usual = fmean(lengths.values()) if lengths else 1.0
+    expected = [max(1.0, lengths.get(row["prompt_id"], usual)) for row in rows]
+    for row in rows:
+        mean = row["num_response_tokens"] / row["num_responses"]
+        lengths[row["prompt_id"]] = (lengths.get(row["prompt_id"], mean) + mean) / 2
+    return [{**row, "expected": each / fmean(expected)} for row, each in zip(rows, expected, strict=True)]
+
+
+def _iteration(record: Record, rows: Sequence[Record], set_up: SetUp, num_chains: int) -> Iteration | None:
     """None if something was interrupted in it, or a trained group or its times are unknown, or there twice."""
     if not all(map(_is_plain, rows)):
         return None
@@ -205,6 +237,7 @@ def _iteration(record: Record, rows: Sequence[Record], set_up: SetUp) -> Iterati
         return max(0.0, row["finished_s"] - dispatched_s) if row.get("is_trained", True) else None
 
     in_order = sorted(rows, key=lambda row: number_of(row.get("started_s")) or 0.0)
+    num_bytes = number_of(record.get("publish_bytes")) or 0.0
     return Iteration(
         record,
         tuple(Group(_shape(row), finished_s(row)) for row in in_order),
@@ -212,6 +245,7 @@ def _iteration(record: Record, rows: Sequence[Record], set_up: SetUp) -> Iterati
             Window(rows, start - dispatched_s, max(start, end) - dispatched_s) for (start, end), rows in windows.items()
         ),
         set_up,
+        num_bytes / num_chains if num_chains and 0 < num_bytes <= LARGEST else 0.0,
     )
 
 
@@ -235,4 +269,4 @@ def _shape(row: Record) -> Shape:
     others = number - 1
     mean, more = divmod(tokens - longest, others) if others else (0, 0)
     lengths = (longest, *(mean + (place < more) for place in range(others)))
-    return Shape(int(row["num_prompt_tokens"]), lengths, row.get("is_trained", True))
+    return Shape(int(row["num_prompt_tokens"]), lengths, row.get("is_trained", True), row.get("expected", 1.0))

@@ -6,8 +6,8 @@ A discrete-event simulation of the period (`docs/period.md`) with the costs of `
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 Schedule = Literal["periodic", "synchronous", "one step behind"]
@@ -15,7 +15,7 @@ SCHEDULES: tuple[Schedule, ...] = ("periodic", "synchronous", "one step behind")
 
 ASSUMED = (
     "an instance and a replica are as fast as those that were measured, however many there are",
-    "an optimizer step and a publish take as long with more of them",
+    "an optimizer step takes as long with more replicas; weights pass from instance to instance in pieces",
     "a token costs the same wherever it is in a response",
     "responses are as long as those of the run",
     "pools that share processors slow each other down by the same factor in every set-up",
@@ -25,11 +25,15 @@ ASSUMED = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A group's sizes, in tokens: those of its prompt, and of each of its responses; a selection may leave it out."""
+    """A group's sizes, in tokens: those of its prompt, and of each of its responses; a selection may leave it out.
+
+    `expected` is how long its responses were expected to be, as a multiple of the mean of all groups.
+    """
 
     prompt_tokens: int
     response_tokens: tuple[int, ...]
     is_trained: bool = True
+    expected: float = 1.0
 
     @property
     def num_rows(self) -> int:
@@ -43,7 +47,8 @@ class Costs:
 
     A decoding step of n running responses takes `step_s + n * token_s`, a prompt `prompt_token_s` for each of its
     tokens, during which nothing else is decoded; a finished group is in the queue `score_s` later. A window takes
-    `window_s + rows * row_s`. `optimizer_s`, `publish_s` and `between_s`, the rest, are those of an iteration.
+    `window_s + rows * row_s`. `optimizer_s`, `publish_s` and `between_s`, the rest, are those of an iteration, the
+    publish to one instance: each further one adds `passing_s` (`publish.py`).
     """
 
     step_s: float
@@ -59,6 +64,10 @@ class Costs:
     """Times that a step, or a prompt, takes as long while all replicas train: above 1 where pools share processors."""
     slower_training: float = 1.0
     """Times that a window takes as long while rollouts run."""
+    passing_s: float = 0.0
+
+    def publish_to_s(self, num_instances: int) -> float:
+        return self.publish_s + (num_instances - 1) * self.passing_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +77,10 @@ class SetUp:
     Attributes:
         max_running: responses that an instance decodes at once; others wait there.
         window_rows: most rows of a window, unless a single group has more.
+        has_dock: replicas take what has finished, or if they train after the rollouts, parts of equally many rows;
+            without, each gets the groups at its own indices.
+        has_tail: instances take what waits, the longest expected first; without, each gets the groups at its own
+            indices before any rollout begins.
     """
 
     num_instances: int = 1
@@ -75,6 +88,8 @@ class SetUp:
     max_running: int = 256
     window_rows: int = 4096
     schedule: Schedule = "periodic"
+    has_dock: bool = True
+    has_tail: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +141,7 @@ def simulate(groups: Sequence[Shape], costs: Costs, set_up: SetUp, loss: Loss | 
     if set_up.schedule == "one step behind":
         last = max(last, rollout_s)
     return Outcome(
-        seconds=costs.publish_s + last + costs.between_s,
+        seconds=costs.publish_to_s(set_up.num_instances) + last + costs.between_s,
         rollout_s=after_s + rollout_s,
         train_s=train_s,
         wait_s=max(0.0, last - costs.optimizer_s - train_s),
@@ -210,21 +225,27 @@ class _Instance:
 
 
 def finish_times(groups: Sequence[Shape], costs: Costs, set_up: SetUp, loss: Loss | None = None) -> list[float]:
-    """When each group is in the queue, in seconds after the dispatch, which takes them in this order.
+    """When each group is in the queue, in seconds after the dispatch.
 
-    Each goes to the instance with the fewest outstanding tokens. An instance gets no further group while it has as many
-    responses as it decodes at once. Responses of one that is lost go on from what was sampled of them, each at the
-    instance with the fewest tokens left.
+    The longest expected one is first, and each goes to the instance with the fewest expected tokens. An instance gets
+    no further group while it has as many responses as it decodes at once; but without `has_tail` each has its groups
+    from the beginning. Responses of one that is lost go on from what was sampled of them, each at the instance with the
+    fewest tokens left.
     """
     instances = [_Instance(costs, set_up.max_running) for _ in range(min(set_up.num_instances, len(groups)))]
-    order = deque(enumerate(groups))
-    least = [(0, place) for place in range(len(instances))]
+    order = deque(sorted(enumerate(groups), key=lambda each: -each[1].expected) if set_up.has_tail else ())
+    if not set_up.has_tail:
+        for index, group in enumerate(groups):
+            instances[index % len(instances)].give(index, group)
+    mean = sum(sum(group.response_tokens) for group in groups) / sum(len(group.response_tokens) for group in groups)
+    least = [(0.0, place) for place in range(len(instances))]
     while order and least:
         tokens, place = heapq.heappop(least)
         index, group = order.popleft()
         instances[place].give(index, group)
         if instances[place].has_room:
-            heapq.heappush(least, (tokens + sum(group.response_tokens), place))
+            tokens += group.prompt_tokens + len(group.response_tokens) * group.expected * mean
+            heapq.heappush(least, (tokens, place))
     left = [len(group.response_tokens) for group in groups]
     finished = [0.0] * len(groups)
     ends = _ends_of(instances)
@@ -266,38 +287,82 @@ def _lose_first(instances: list[_Instance], loss: Loss) -> None:
         heapq.heappush(least, (tokens + left, place))
 
 
+@dataclass(slots=True)
+class _Share:
+    """Groups that the same replicas train: those of `free`, a heap, when it is made."""
+
+    free: list[int]
+    num_replicas: int
+    waiting: list[int] = field(default_factory=list)
+    """A heap of -rows."""
+    left: int = 0
+    """Rows that no window has begun with."""
+
+    def windows(self, window_rows: int) -> Iterator[tuple[int, int]]:
+        """(replica, rows) of those that begin now."""
+        # Replicas that are free at the same time have the same.
+        most = min(window_rows, self.left / self.num_replicas)
+        while self.free and self.waiting:
+            rows = -heapq.heappop(self.waiting)
+            while self.waiting and rows - self.waiting[0] <= most:
+                rows -= heapq.heappop(self.waiting)
+            self.left -= rows
+            yield heapq.heappop(self.free), rows
+
+
+def _replicas_of(rows: Sequence[int], num_replicas: int, set_up: SetUp) -> list[int]:
+    """Of each arrival the replica that it is for, or 0 of all that are for whoever is free."""
+    if not set_up.has_dock:
+        return [index % num_replicas for index in range(len(rows))]
+    found = [0] * len(rows)
+    if set_up.schedule == "synchronous":
+        # The dock gives all at once then, in parts of equally many tokens.
+        least = [(0, replica) for replica in range(num_replicas)]
+        for index in sorted(range(len(rows)), key=lambda index: -rows[index]):
+            given, found[index] = least[0]
+            heapq.heapreplace(least, (given + rows[index], found[index]))
+    return found
+
+
 def train(
     arrivals: Sequence[tuple[float, int]], costs: Costs, set_up: SetUp, rollouts: float = 0.0
 ) -> tuple[float, float, float]:
     """(end, time in windows of the busiest replica, end of the rollouts) of groups that arrive as (time, rows).
 
     A replica that is free trains what waits, the largest groups first, up to a window, and at most its share of what
-    is left of the batch, so that all end together.
+    is left of the batch, so that all end together; or up to a window of its own, where groups are for a replica each
+    (`_replicas_of`).
 
     Arrivals, and `rollouts`, the end of the last one, are in the time that rollouts take alone. The pools have a clock
     each, which goes slower while the other one works.
     """
     # A group is trained by one of them.
     num_replicas = max(1, min(set_up.num_replicas, len(arrivals)))
-    free, busy_s = list(range(num_replicas)), [0.0] * num_replicas
+    is_shared = set_up.has_dock and set_up.schedule != "synchronous"
+    shares = [_Share([each], 1) for each in range(num_replicas)]
+    if is_shared:
+        shares = [_Share(list(range(num_replicas)), num_replicas)]
+    busy_s = [0.0] * num_replicas
     running: list[tuple[float, int, float]] = []
     """A heap of (end by the clock of training, replica, beginning in seconds)."""
-    coming = deque(sorted(arrivals))
-    waiting: list[int] = []
-    """A heap of -rows."""
-    left = sum(rows for _, rows in arrivals)
+    given = _replicas_of([rows for _, rows in arrivals], num_replicas, set_up)
+    coming = deque(sorted((*each, place) for each, place in zip(arrivals, given, strict=True)))
+    for _, rows, place in coming:
+        shares[place].left += rows
+    changed: set[int] = set()
+    """Shares with a group or a replica more."""
     now_s, end_s, rolled, trained, rollout_s = 0.0, 0.0, 0.0, 0.0, 0.0 if rollouts <= 0 else math.inf
-    while coming or waiting or running or rollout_s == math.inf:
+    while coming or changed or running or rollout_s == math.inf:
         while coming and coming[0][0] <= rolled:
-            heapq.heappush(waiting, -coming.popleft()[1])
-        # Replicas that are free at the same time have the same.
-        share = left / num_replicas
-        while free and waiting:
-            rows = -heapq.heappop(waiting)
-            while waiting and rows - waiting[0] <= min(set_up.window_rows, share):
-                rows -= heapq.heappop(waiting)
-            left -= rows
-            heapq.heappush(running, (trained + costs.window_s + rows * costs.row_s, heapq.heappop(free), now_s))
+            _, rows, place = coming.popleft()
+            heapq.heappush(shares[place].waiting, -rows)
+            changed.add(place)
+        for place in changed:
+            for replica, rows in shares[place].windows(set_up.window_rows):
+                heapq.heappush(running, (trained + costs.window_s + rows * costs.row_s, replica, now_s))
+        changed.clear()
+        if not (coming or running or rollout_s == math.inf):
+            break
         rate = 1 / (1 + (costs.slower_decoding - 1) * len(running) / num_replicas)
         train_rate = 1.0 if rollout_s < math.inf else 1 / costs.slower_training
         # What comes next, by the clock of rollouts and by that of training.
@@ -315,5 +380,7 @@ def train(
             while running and running[0][0] <= trained:
                 _, replica, began_s = heapq.heappop(running)
                 busy_s[replica] += now_s - began_s
-                heapq.heappush(free, replica)
+                place = 0 if is_shared else replica
+                heapq.heappush(shares[place].free, replica)
+                changed.add(place)
     return end_s, max(busy_s), rollout_s

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from async_rl.records.balance import (
+    MAX_AGE,
     NUM_RECENT,
     IterationTimes,
     advise,
@@ -114,6 +117,21 @@ def test_of_each_number_of_instances_the_last_iterations_are_remembered() -> Non
     assert [each.rollout_s for each in history] == [float(at) for at in range(NUM_RECENT, 2 * NUM_RECENT)] * 3
 
 
+def test_other_numbers_of_instances_are_forgotten_by_their_age_but_for_the_newest() -> None:
+    """One instance took 30 s when responses were short; 2 s of the rollouts are not divided, and 16 are."""
+    history: list[IterationTimes] = []
+    seconds = {1: 30.0, 2: 10.0, 4: 6.0}
+    for iteration in range(10 + MAX_AGE):
+        number = 1 if iteration < 5 else 2 if iteration < 10 else 4
+        remember(history, replace(times(seconds[number], 5.2, number), iteration=iteration))
+        if iteration == 20:
+            assert {each.num_instances for each in history} == {1, 2, 4} and desired_instances(history) == 4
+    assert {each.num_instances for each in history} == {2, 4} and desired_instances(history) == 5
+    for iteration in range(1000, 1000 + MAX_AGE):
+        remember(history, replace(times(6.0, 5.2, 4), iteration=iteration))
+    assert {each.num_instances for each in history} == {2, 4} and desired_instances(history) == 5
+
+
 def test_idle_shares_are_of_the_whole_iteration() -> None:
     waiting = times(rollout_s=8.0, train_s=6.0, overhead_s=2.0)
     assert waiting.idle_training == pytest.approx(0.2) and waiting.idle_inference == pytest.approx(0.2)
@@ -143,7 +161,8 @@ def test_pools_that_take_turns_are_not_to_be_balanced() -> None:
 def test_times_are_read_from_a_record() -> None:
     record = {"seconds": 4.0, "wait_s": 1.0, "train_s": 2.0, "rollout_s": 3.0, "num_instances": 2, "num_groups": 8}
     record["response_tokens"] = 160
-    assert IterationTimes.of(record | {"reward_mean": 0.5}) == IterationTimes(4.0, 1.0, 2.0, 3.0, 2, 8, 160)
+    record["iteration"] = 7
+    assert IterationTimes.of(record | {"reward_mean": 0.5}) == IterationTimes(4.0, 1.0, 2.0, 3.0, 2, 8, 160, 7)
 
 
 def test_the_bound_lets_rollouts_overlap_everything_but_publish_and_last_step() -> None:

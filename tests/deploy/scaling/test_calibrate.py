@@ -66,6 +66,10 @@ def test_two_short_runs_of_a_config_tell_what_its_parts_cost(config: Path) -> No
         assert used["optimizer"]["learning_rate"] == 1e-5 and not (folder / "model").exists()
     again = [sys.executable, "-m", "deploy.scaling", *map(str, folders), "--json", "--devices", "8"]
     assert json.loads(subprocess.run(again, cwd=ROOT, capture_output=True, text=True).stdout) == said
+    again += ["--without=dock", "--without=tail", "--changes=0.1"]
+    without = json.loads(subprocess.run(again, cwd=ROOT, capture_output=True, text=True).stdout)
+    assert without["as_the_run"].keys() == without["schedules"].keys() and said["as_the_run"] is None
+    assert without["costs"]["publish_s"] != said["costs"]["publish_s"] > 0 and said["publish"]["chain"] > 0
 
 
 @pytest.mark.distributed

@@ -32,7 +32,9 @@ def write_run(
     """The records of a run that takes exactly as long as a simulation; each window has one group."""
     config = {
         "run": {"placement": "separate"},
-        "train": {"mode": set_up.schedule},
+        "train": {"mode": set_up.schedule, "order": "completion"},
+        "prompts": {"reserve": 0},
+        "publish": {"transport": "broadcast"},
         "trainer": {
             "tensor_parallel": 2,
             "pipeline_parallel": 1,

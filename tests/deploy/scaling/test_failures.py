@@ -46,10 +46,12 @@ class _Walker:
 def walked(groups: list[Shape], costs: Costs, num_instances: int, loss: Loss, step_s: float) -> list[float]:
     """When the groups finish, of instances with room for all, and a token of each response at a time."""
     instances = [_Walker() for _ in range(num_instances)]
-    given = [0] * num_instances
+    given = [0.0] * num_instances
+    mean = sum(sum(group.response_tokens) for group in groups) / len(groups)
     for index, group in enumerate(groups):
+        # As long as any, as far as is known.
         place = given.index(min(given))
-        given[place] += sum(group.response_tokens)
+        given[place] += group.prompt_tokens + mean
         instances[place].computing_s += group.prompt_tokens * costs.prompt_token_s
         for tokens in group.response_tokens:
             instances[place].running.append([tokens, group.prompt_tokens, index])

@@ -54,7 +54,7 @@ def test_only_splits_that_have_room_are_shown(run_dir: Path, capsys: pytest.Capt
     need = {number: forecast(run_dir, number).rank.num_bytes for number in range(1, 8)}
     assert need[1] > need[2] > need[3], "replicas share the optimizer's states"
     gib = (need[3] + 2**20) / GIB
-    free, bound = (said_of(capsys, run_dir, "--devices", 16, *room) for room in ((), ("--device-gib", gib)))
+    free, bound = (said_of(capsys, run_dir, "--devices", 8, *room) for room in ((), ("--device-gib", gib)))
     numbers = [{each["num_replicas"] for each in said["set_ups"][1:]} for said in (free, bound)]
     assert numbers[0] & {1, 2} and numbers[1] and not numbers[1] & {1, 2}
     memory = bound["memory"]

@@ -2,10 +2,12 @@
 
 import random
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
 from deploy.scaling.simulation import SCHEDULES, Costs, SetUp, Shape, finish_times, simulate, train
+from tests.support.fresh_seed import fresh_seed
 from tests.support.walked_iteration import walked
 
 COSTS = Costs(
@@ -46,11 +48,104 @@ def test_what_does_not_run_at_once_waits_for_an_end() -> None:
     )
 
 
-def test_groups_go_to_the_instance_with_the_fewest_tokens() -> None:
-    groups = [Shape(0, (9,)), Shape(0, (2,)), Shape(0, (4,))]
+def test_groups_go_to_the_instance_with_the_fewest_expected_tokens() -> None:
+    groups = [Shape(0, (9,), expected=1.8), Shape(0, (2,), expected=0.4), Shape(0, (4,), expected=0.8)]
     found = finish_times(groups, COSTS, SetUp(num_instances=2))
     # The third joins the second.
     assert found == pytest.approx([0.5 + 9 * 0.011, 0.5 + 2 * 0.012, 0.5 + 2 * 0.012 + 2 * 0.011])
+    # Of which nothing is known, the third goes in turn to the first.
+    found = finish_times([replace(group, expected=1.0) for group in groups], COSTS, SetUp(num_instances=2))
+    assert found == pytest.approx([0.5 + 4 * 0.012 + 5 * 0.011, 0.5 + 2 * 0.011, 0.5 + 4 * 0.012])
+
+
+def test_the_longest_expected_group_is_first_and_an_instance_that_is_done_takes_the_next() -> None:
+    groups = [Shape(0, (1,), expected=0.5), Shape(0, (1,), expected=0.5), Shape(0, (4,), expected=2.0)]
+    set_up = SetUp(num_instances=2, max_running=1)
+    assert finish_times(groups, COSTS, set_up) == pytest.approx([0.511, 0.522, 0.544])
+    # Without, the third waits for the first, as their indices have it.
+    assert finish_times(groups, COSTS, replace(set_up, has_tail=False)) == pytest.approx([0.511, 0.511, 0.555])
+
+
+@pytest.mark.parametrize(("is_known", "least", "most"), [(True, 1.2, 1.4), (False, 1.0, 1.05)])
+def test_tail_scheduling_saves_most_where_lengths_are_known_before(is_known: bool, least: float, most: float) -> None:
+    """64 prompts of 8 log-normal responses at four instances of 32 at once."""
+    costs, ratios = replace(NOTHING, step_s=0.01, token_s=0.0001), []
+    for seed in range(10):
+        rng = random.Random(seed)
+        means = [400 * rng.lognormvariate(0, 0.7) for _ in range(64)]
+        lengths = [tuple(max(1, min(4096, int(mean * rng.lognormvariate(0, 0.7)))) for _ in range(8)) for mean in means]
+        usual = fmean(fmean(group) for group in lengths)
+        groups = [Shape(64, group, True, fmean(group) / usual if is_known else 1.0) for group in lengths]
+        ends = [max(finish_times(groups, costs, SetUp(4, 1, 32, has_tail=has_tail))) for has_tail in (False, True)]
+        ratios.append(ends[0] / ends[1])
+    assert least < fmean(ratios) < most
+
+
+@pytest.mark.parametrize("max_running", [1, 3, 1000])
+def test_without_tail_scheduling_each_instance_has_its_own_groups(max_running: int) -> None:
+    rng = random.Random(fresh_seed())
+    for _ in range(20):
+        groups, number = drawn(rng, rng.randint(1, 40)), rng.randint(1, 7)
+        found = finish_times(groups, COSTS, SetUp(number, max_running=max_running, has_tail=False))
+        for place in range(min(number, len(groups))):
+            own = finish_times(groups[place::number], COSTS, SetUp(max_running=max_running))
+            assert found[place::number] == pytest.approx(own)
+
+
+def test_without_a_dock_each_replica_has_its_own_groups() -> None:
+    rng = random.Random(fresh_seed())
+    for _ in range(50):
+        arrivals = [(rng.uniform(0, 3), rng.randint(1, 200)) for _ in range(rng.randint(1, 40))]
+        number, rows = rng.randint(1, 7), rng.randint(1, 400)
+        end_s, busy_s, _ = train(arrivals, COSTS, SetUp(1, number, window_rows=rows, has_dock=False))
+        own = [train(arrivals[i::number], COSTS, SetUp(window_rows=rows)) for i in range(min(number, len(arrivals)))]
+        assert end_s == pytest.approx(max(end for end, _, _ in own))
+        assert busy_s == pytest.approx(max(busy for _, busy, _ in own))
+    # Both waited for by replica 0, while 1 has nothing.
+    uneven = [(0.0, 100), (9.0, 1), (0.0, 100)]
+    assert train(uneven, COSTS, SetUp(1, 2, 1, 100))[0] == pytest.approx(9.0 + 0.1 + 0.003)
+    assert train(uneven, COSTS, SetUp(1, 2, 1, 100, has_dock=False))[1] == pytest.approx(2 * (0.1 + 0.3))
+    assert train(uneven, COSTS, SetUp(1, 2, 1, 100))[1] == pytest.approx(0.1 + 0.3 + 0.1 + 0.003)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_the_dock_saves_what_it_does_between_real_processes(number: int) -> None:
+    """As `benchmarks/dock.py` has it: there 2% with two replicas, 8% with four, of means of three batches."""
+    rng, ratios = random.Random(0), []
+    for _ in range(20):
+        groups = [
+            [max(1, min(800, round(100 * rng.lognormvariate(0, 1)))) for _ in range(8)] for _ in range(32 * number)
+        ]
+        all_s = max(map(max, groups)) / 400
+        costs = replace(NOTHING, row_s=all_s * number / sum(64 + sum(group) for group in groups))
+        arrivals = [(max(group) / 400, 64 + sum(group)) for group in groups]
+        dock, fixed = (train(arrivals, costs, SetUp(1, number, has_dock=has_dock))[0] for has_dock in (True, False))
+        ratios.append(dock / fixed)
+    assert 0.9 < fmean(ratios) < 0.98
+
+
+def test_after_the_rollouts_the_dock_gives_parts_of_equally_many_rows() -> None:
+    rows = [100, 90, 60, 50, 40, 20]
+    set_up = SetUp(1, 2, window_rows=1000, schedule="synchronous")
+    # 100, 50 and 40 rows, or 90, 60 and 20; a window each.
+    assert train([(0.0, each) for each in rows], COSTS, set_up)[0] == pytest.approx(0.1 + 0.003 * 190)
+    # And those at even indices.
+    assert train([(0.0, each) for each in rows], COSTS, replace(set_up, has_dock=False))[0] == pytest.approx(0.1 + 0.6)
+
+
+@pytest.mark.parametrize("has_dock", [True, False])
+def test_replicas_without_a_dock_slow_rollouts_down_only_while_they_train(has_dock: bool) -> None:
+    costs = replace(NOTHING, window_s=1.0, slower_decoding=2.0)
+    end_s, busy_s, rollout_s = train([(0.0, 1), (0.0, 1), (0.0, 1)], costs, SetUp(1, 2, 1, 1, has_dock=has_dock), 9.0)
+    # Half as fast while both train, for a second; two thirds as fast while one does.
+    assert (end_s, busy_s, rollout_s) == pytest.approx((2.0, 2.0, 9.0 + 1 / 2 + 1 / 3))
+
+
+def test_a_publish_takes_longer_by_the_same_for_each_further_instance() -> None:
+    costs = replace(COSTS, passing_s=0.125)
+    for number in (1, 2, 50):
+        found = [simulate([Shape(1, (3,))], each, SetUp(number)).seconds for each in (COSTS, costs)]
+        assert found[1] - found[0] == pytest.approx((number - 1) * 0.125)
 
 
 def test_a_replica_trains_what_waits_in_one_window_and_waits_where_nothing_does() -> None:
