@@ -10,8 +10,9 @@ from dataclasses import dataclass
 PIECE_BYTES = 2**20
 """In which a member passes weights on to the next one."""
 
-PIECE_S = 0.0005
-"""Processor time of a member for a piece: 0.2 ms, and 0.35 ms for its bytes, as `chain.py` of the weights has it."""
+PIECE_S = 0.0003
+"""Processor time of a member for a piece, hash included: 940 MB to four instances of one host took two cores 0.64 s
+(docs/benchmarks.md)."""
 
 DELAY_S = 0.0001
 """Of a link between hosts of one data centre."""
