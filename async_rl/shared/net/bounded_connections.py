@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 SILENCE_S = 10.0
-"""From a connection, or from the last bytes of a request that is not complete, to its end."""
+"""From a connection, an answer, or the last bytes of a request that is not complete, to its end."""
 
 CHECK_S = 1.0
 
@@ -38,8 +38,8 @@ BACKLOG = 4096
 
 class BoundedConnection(Protocol):
     transport: asyncio.Transport
-    last_received_s: float
-    """`time.monotonic()` of its last bytes, or of its beginning."""
+    waits_since_s: float
+    """`time.monotonic()` of its beginning, its last bytes, or the end of our last answer, whichever came last."""
 
     @property
     def waits(self) -> bool:
@@ -77,8 +77,8 @@ def make_room(newest: BoundedConnection, of_server: Collection[BoundedConnection
     waiting = [each for each in of_server if each.waits and not each.transport.is_closing()]
     if len(waiting) > most:
         # Two for one, so that they become less; and several, since looking for them takes a while.
-        for each in heapq.nsmallest(2 + most // AT_ONCE, waiting, key=lambda each: each.last_received_s):
-            if len(waiting) > 2 * most or newest.last_received_s - each.last_received_s > GRACE_S:
+        for each in heapq.nsmallest(2 + most // AT_ONCE, waiting, key=lambda each: each.waits_since_s):
+            if len(waiting) > 2 * most or newest.waits_since_s - each.waits_since_s > GRACE_S:
                 each.transport.abort()
 
 
@@ -92,7 +92,7 @@ def require_words(connection: BoundedConnection, silence_s: float, unread: float
     if transport.is_closing():
         return
     left = transport.get_write_buffer_size()
-    due_s = connection.last_received_s + silence_s - time.monotonic()
+    due_s = connection.waits_since_s + silence_s - time.monotonic()
     if connection.waits and due_s < 0 and not 0 < left < unread:
         transport.abort()
         return

@@ -49,7 +49,7 @@ class _Connection(asyncio.Protocol):
     """Passes everything on to aiohttp's own protocol."""
 
     transport: asyncio.Transport
-    last_received_s = 0.0
+    waits_since_s = 0.0
 
     def __init__(self, inner: asyncio.Protocol, of_server: "set[_Connection]", silence_s: float) -> None:
         self.answering: web.Request | None = None
@@ -65,14 +65,14 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        self.last_received_s = time.monotonic()
+        self.waits_since_s = time.monotonic()
         self._of_server.add(self)
         self._inner.connection_made(transport)
         make_room(self, self._of_server)
         require_words(self, self._silence_s)
 
     def data_received(self, data: bytes) -> None:
-        self.last_received_s = time.monotonic()
+        self.waits_since_s = time.monotonic()
         self._inner.data_received(data)
 
     def eof_received(self) -> bool | None:
@@ -100,3 +100,4 @@ async def _answering(request: web.Request, handler: Handler) -> web.StreamRespon
         return await handler(request)
     finally:
         connection.answering = None
+        connection.waits_since_s = time.monotonic()

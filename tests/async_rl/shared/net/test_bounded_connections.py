@@ -1,17 +1,22 @@
 """Connections of strangers, against our real servers over real sockets."""
 
+import asyncio
 import re
 import resource
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
+from aiohttp import web
 
 from async_rl.config.pool_section import PoolSection
 from async_rl.rollouts.fleet.server import FleetServer
@@ -19,6 +24,7 @@ from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.net import bounded_connections, bounded_site
 from async_rl.shared.net.bounded_connections import first_reserved, max_waiting
 from async_rl.shared.net.bounded_http import BoundedHttp
+from async_rl.shared.net.bounded_site import BoundedSite
 from async_rl.shared.net.listener import listen, url_for_others
 from tests.support import ROOT
 from tests.support.parts import needs_part
@@ -170,6 +176,50 @@ def test_who_says_nothing_more_is_let_go(
     monkeypatch.setattr(bounded_connections, "CHECK_S", 0.1)
     connection = strangers(url(), WORDS[words])
     wait_for(lambda: not is_open(connection))
+
+
+async def slow_app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers when longer has passed than a peer may be silent."""
+    if scope["type"] == "http":
+        await asyncio.sleep(1.0)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def slow_handler(_: web.Request) -> web.Response:
+    await asyncio.sleep(1.0)
+    return web.Response(text="ok")
+
+
+@pytest.mark.parametrize("kind", ["uvicorn", "aiohttp"])
+def test_a_long_answer_is_no_silence_of_its_client(
+    kind: str,
+    loop: EventLoopThread,
+    strangers: Callable[[str, bytes], socket.socket],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its next request would meet the end of the connection."""
+    monkeypatch.setattr(bounded_connections, "SILENCE_S", 0.5)
+    monkeypatch.setattr(bounded_connections, "CHECK_S", 0.02)
+    listener = listen("the test", "127.0.0.1", 0, None)
+    app = web.Application()
+    app.router.add_get("/", slow_handler)
+    site = BoundedSite(web.AppRunner(app), listener)
+    server = uvicorn.Server(uvicorn.Config(slow_app, http=BoundedHttp, lifespan="off", log_level="error"))
+    serving = loop.submit(server.serve([listener])) if kind == "uvicorn" else None
+    if kind == "aiohttp":
+        loop.run(site.start())
+    connection = strangers(url_for_others(listener), b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    answer = b""
+    while not answer.endswith(b"ok"):
+        answer += connection.recv(4096)
+    time.sleep(0.2)
+    assert is_open(connection)
+    wait_for(lambda: not is_open(connection))
+    server.should_exit = True
+    if serving is not None:
+        serving.result(60.0)
+    loop.run(site.stop())
 
 
 def test_a_part_of_the_descriptors_is_for_connections_and_another_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
