@@ -12,7 +12,6 @@ piece is hashed as it passes, while the processor has it in its cache.
 import socket
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -100,13 +99,8 @@ class Chain:
         if passage.problem is not None:
             raise RuntimeError(passage.problem)
 
-    def let_end(self, passages: Iterable[Passage]) -> None:
-        """Ends those left running by an error, and the connections: nothing is written to buffers afterwards."""
-        if any(True for _ in passages):
-            self.close()
-
     def close(self) -> None:
-        """Closes the connections; a second call does nothing."""
+        """Closes the connections: nothing is written to buffers afterwards; a second call does nothing."""
         if not self._is_open:
             return
         self._is_open = False

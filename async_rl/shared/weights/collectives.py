@@ -8,7 +8,7 @@ first.
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from typing import Any
@@ -102,11 +102,6 @@ class Collectives:
             self._require_host()
             raise TimedOut(f"not all members connected within {self._timeout_s:g} s")
         self.wait(started[0])
-
-    def let_end(self, works: Iterable[Any]) -> None:
-        """Ends work left running by an error, and the group: until then it writes to its buffers."""
-        if any(True for _ in works):
-            self.abort()
 
     def abort(self) -> None:
         """Ends running work, here and thereby at the other members; the group is unusable afterwards."""

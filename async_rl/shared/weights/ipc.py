@@ -151,9 +151,6 @@ class HandOver:
             self._await_all(self._num_acknowledged)
             self._num_acknowledged += 1
 
-    def let_end(self, works: object) -> None:
-        """Does nothing: an error leaves nothing running."""
-
     def close(self) -> None:
         """Unmaps the buffers; a second call does nothing."""
         self._buffers = None

@@ -7,7 +7,6 @@ of one host meet at a socket of that host, where bytes cost about half the proce
 """
 
 import hmac
-import json
 import secrets
 import selectors
 import socket
@@ -15,8 +14,13 @@ import sys
 import time
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from ipaddress import ip_address
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, ValidationError
 
 from async_rl.errors import PublishError
+from async_rl.shared.protocol.body import StrictBody
 from async_rl.shared.weights.store import ENDED, MAX_STRANGERS, RendezvousStore
 from async_rl.shared.weights.store_wire import PROOF_BYTES, NotInvited, listen, receive_exactly
 
@@ -35,6 +39,20 @@ NAMES_SOCKETS = sys.platform == "linux"
 """Whether a socket of this host may have a name that is no file, in its network namespace."""
 
 
+def _require_address(text: str) -> str:
+    """Raises ValueError for a name, the look-up of which has no time limit."""
+    ip_address(text)
+    return text
+
+
+class Place(StrictBody):
+    """Where the next rank finds a member: over TCP, and by the name of a socket of its host."""
+
+    address: Annotated[str, AfterValidator(_require_address)]
+    port: int = Field(ge=1, le=65535, strict=True)
+    name: str = Field(pattern="^async-rl-[0-9a-f]{32}$")
+
+
 def connect(
     store: RendezvousStore, rank: int, world_size: int, timeout_s: float
 ) -> tuple[socket.socket | None, socket.socket | None]:
@@ -42,16 +60,15 @@ def connect(
 
     Raises:
         NotInvited: an uninvited process is in the place of the rank before.
-        PublishError: they did not all connect within the timeout, or the host ended the rendezvous.
+        PublishError: they did not all connect within the timeout, the host ended the rendezvous, or this member cannot
+            listen at its address.
     """
     deadline = time.monotonic() + timeout_s
     shows, expects = store.proofs()
     before = after = None
     with ExitStack() as open_sockets:
         try:
-            listeners = []
-            if rank < world_size - 1:
-                listeners = [open_sockets.enter_context(each) for each in _listen(store, rank)]
+            listeners = _listen(store, rank, open_sockets) if rank < world_size - 1 else []
             if rank > 0:
                 before = _reach(store, rank - 1, deadline)
                 before.sendall(_of(shows, rank - 1))
@@ -60,6 +77,9 @@ def connect(
                 if after.family == socket.AF_UNIX:
                     # It has as much room as was asked for, while TCP finds out itself.
                     after.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+                else:
+                    # The end of a message would wait for the acknowledgement of what came before: 40 ms.
+                    after.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 after.sendall(_of(shows, rank + 1))
             if before is not None:
                 proof = receive_exactly(before, PROOF_BYTES, deadline)
@@ -69,11 +89,13 @@ def connect(
             left_s = max(deadline - time.monotonic(), LOOK_S)
             store.wait([_linked(other) for other in range(world_size)], timedelta(seconds=left_s))
         except BaseException as error:
+            how = ENDED if store.has_ended() else f"a rank beside this one ended the connection: {error}"
+            # First, as in `WeightGroup.close`: before those fail whose connections end here.
+            store.close()
             for each in (before, after):
                 if each is not None:
                     each.close()
             if isinstance(error, OSError):
-                how = ENDED if store.has_ended() else f"a rank beside this one ended the connection: {error}"
                 raise PublishError(how) from error
             raise
     return before, after
@@ -91,25 +113,33 @@ def _linked(rank: int) -> str:
     return f"chain/linked/{rank}"
 
 
-def _listen(store: RendezvousStore, rank: int) -> list[socket.socket]:
+def _listen(store: RendezvousStore, rank: int, open_sockets: ExitStack) -> list[socket.socket]:
     """Says where the next rank finds this one: an address of TCP, and a name on this host where it has such names."""
-    listeners = [listen(store.address, BACKLOG)]
     name = f"async-rl-{secrets.token_hex(16)}"
-    if NAMES_SOCKETS:
-        listeners.append(socket.socket(socket.AF_UNIX))
-        listeners[-1].bind(f"\0{name}")
-        listeners[-1].listen(BACKLOG)
-    port = listeners[0].getsockname()[1]
-    store.set(_place(rank), json.dumps({"address": store.address, "port": port, "name": name}))
+    try:
+        listeners = [open_sockets.enter_context(listen(store.address, BACKLOG))]
+        if NAMES_SOCKETS:
+            listeners.append(open_sockets.enter_context(socket.socket(socket.AF_UNIX)))
+            listeners[-1].bind(f"\0{name}")
+            listeners[-1].listen(BACKLOG)
+    except OSError as error:
+        raise PublishError(f"cannot listen at {store.address}: {error}") from error
+    place = Place(address=store.address, port=listeners[0].getsockname()[1], name=name)
+    store.set(_place(rank), place.model_dump_json())
     return listeners
 
 
 def _reach(store: RendezvousStore, rank: int, deadline: float) -> socket.socket:
-    place = json.loads(store.get(_place(rank)))
-    if NAMES_SOCKETS and place["address"] == store.address:
+    try:
+        place = Place.model_validate_json(store.get(_place(rank)))
+    except ValidationError as error:
+        raise PublishError(f"what rank {rank} says of its place is not valid: {error}") from error
+    if NAMES_SOCKETS and place.address == store.address:
         connection = socket.socket(socket.AF_UNIX)
+        # Otherwise it waits for ever at one that accepts nothing.
+        connection.settimeout(ATTEMPT_S)
         try:
-            connection.connect(f"\0{place['name']}")
+            connection.connect(f"\0{place.name}")
             return connection
         except OSError:
             # The same address in another network namespace.
@@ -117,14 +147,14 @@ def _reach(store: RendezvousStore, rank: int, deadline: float) -> socket.socket:
     while True:
         try:
             attempt_s = min(ATTEMPT_S, max(deadline - time.monotonic(), LOOK_S))
-            connection = socket.create_connection((place["address"], place["port"]), attempt_s)
+            connection = socket.create_connection((place.address, place.port), attempt_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return connection
         except OSError as error:
             if store.has_ended():
                 raise PublishError(ENDED) from error
             if time.monotonic() > deadline:
-                where = f"{place['address']}:{place['port']}"
+                where = f"{place.address}:{place.port}"
                 raise PublishError(f"no connection to rank {rank} at {where}: {error}") from error
         time.sleep(LOOK_S)
 

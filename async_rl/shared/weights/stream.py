@@ -258,7 +258,9 @@ class WeightGroup:
             for each in end:
                 self._wait(each)
         finally:
-            self._collectives.let_end(message.work for message in in_flight)
+            if in_flight:
+                # An error has left them running, and until the end they write to their buffers.
+                self.close()
 
     def _broadcast_one(self, data: torch.Tensor, bucket_bytes: int) -> None:
         self._broadcast((piece, ()) for piece in data.split(bucket_bytes))
@@ -320,7 +322,9 @@ class WeightGroup:
                 self._wait(each)
             self.fingerprint = fingerprint.hexdigest()
         finally:
-            self._collectives.let_end(message.work for message in in_flight)
+            if in_flight:
+                # An error has left them running, and until the end they write to their buffers.
+                self.close()
 
     def _receive_changes(self, num_bytes: int, bucket_bytes: int) -> torch.Tensor:
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -1,6 +1,7 @@
 """Who gets a connection of a chain, and what strangers at its members' sockets can do."""
 
 import json
+import secrets
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
+from async_rl.errors import PublishError
 from async_rl.shared.weights.links import connect
 from async_rl.shared.weights.store import MAX_STRANGERS, StoreServer, join_rendezvous
 from async_rl.shared.weights.store_wire import PROOF_BYTES, NotInvited
@@ -59,7 +61,7 @@ def test_whoever_is_in_a_members_place_without_its_proof_gets_no_connection(serv
     host, member = server.store(TIMEOUT_S), join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S)
     member.enter_as(1)
     with ThreadPoolExecutor(1) as thread, socket.create_server((HOST, 0)) as impostor:
-        place = {"address": HOST, "port": impostor.getsockname()[1], "name": "of nobody"}
+        place = {"address": HOST, "port": impostor.getsockname()[1], "name": f"async-rl-{secrets.token_hex(16)}"}
         host.set("chain/0", json.dumps(place))
         joining = thread.submit(connect, member, 1, 2, TIMEOUT_S)
         connection, _ = impostor.accept()
@@ -67,3 +69,54 @@ def test_whoever_is_in_a_members_place_without_its_proof_gets_no_connection(serv
             connection.sendall(bytes(PROOF_BYTES))
             with pytest.raises(NotInvited, match="connected as rank 0 is not who was invited"):
                 joining.result(TIMEOUT_S)
+
+
+RIGHT = {"address": HOST, "port": 9, "name": f"async-rl-{'0' * 32}"}
+WRONG = {
+    "address": (None, 5, "", "..", "localhost", "a" * 80, "\ud800", [HOST]),
+    "port": (None, 0, -1, 65536, 10**4000, 1.5, "x", True),
+    "name": (None, "", "\0", "\ud800", "x" * 300, f"../{'0' * 32}"),
+}
+
+
+def false_places() -> Iterator[str | bytes]:
+    yield from ("", "x", "{}", "[]", "null", b"\xff\xfe", "[" * 100_000, json.dumps(RIGHT | {"other": 1}))
+    yield from (json.dumps(RIGHT | {key: value}) for key, values in WRONG.items() for value in values)
+
+
+def test_a_member_that_says_a_false_place_ends_those_behind_it_with_an_error_at_once() -> None:
+    server = StoreServer(HOST, [SECRET] * 50)
+    false = join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S)
+    false.enter_as(1)
+    for rank in range(51):
+        (false if rank == 1 else server.store(TIMEOUT_S)).set(f"present/{rank}", "")
+    places = list(false_places())
+    for rank, place in enumerate(places, start=2):
+        false.set("chain/1", place)
+        server.store(TIMEOUT_S).set(f"chain/{rank - 1}", place)
+        member = join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S)
+        with pytest.raises(PublishError, match=f"what rank {rank - 1} says of its place is not valid"):
+            WeightGroup(member, rank, 51, "sockets", TIMEOUT_S)
+    wait_for(lambda: server.ended == list(range(2, 2 + len(places))))
+    server.close()
+
+
+def test_a_member_whose_local_socket_accepts_nobody_is_reached_by_tcp(server: StoreServer) -> None:
+    """As one that has stopped, at which strangers wait."""
+    host, member = server.store(TIMEOUT_S), join_rendezvous(HOST, server.port, SECRET, TIMEOUT_S)
+    member.enter_as(1)
+    name = f"async-rl-{secrets.token_hex(16)}"
+    with ExitStack() as opened, ThreadPoolExecutor(1) as thread:
+        full = opened.enter_context(socket.socket(socket.AF_UNIX))
+        full.bind(f"\0{name}")
+        full.listen(0)
+        opened.enter_context(socket.socket(socket.AF_UNIX)).connect(f"\0{name}")
+        listener = opened.enter_context(socket.create_server((HOST, 0)))
+        listener.settimeout(TIMEOUT_S)
+        host.set("chain/0", json.dumps({"address": HOST, "port": listener.getsockname()[1], "name": name}))
+        joining = thread.submit(connect, member, 1, 2, TIMEOUT_S)
+        opened.enter_context(listener.accept()[0]).sendall(host.proofs()[0][PROOF_BYTES:])
+        host.set("chain/linked/0", "")
+        before, after = joining.result(TIMEOUT_S)
+        assert before is not None and before.family == socket.AF_INET and after is None
+        before.close()

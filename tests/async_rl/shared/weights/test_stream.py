@@ -3,6 +3,7 @@
 import sys
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -67,6 +68,34 @@ def test_a_receiver_that_dies_ends_the_broadcast_in_a_named_error() -> None:
     with pytest.raises(PublishError, match="weight broadcast broke"):
         for _ in range(3):
             workers.group.send(make_tensors(), 1 << 20)
+
+
+def test_a_receiver_that_stops_amid_a_stream_leaves_the_rendezvous_before_its_neighbours_notice() -> None:
+    server = StoreServer(HOST, [SECRET])
+    member = join_rendezvous(HOST, server.port, SECRET, 60.0)
+    spec, data = TensorSpec("a", "uint8", (2**20,)), torch.zeros(2**20, dtype=torch.uint8)
+    with ThreadPoolExecutor(2) as threads:
+        meeting = threads.submit(WeightGroup, member, 1, 2, "sockets", 60.0)
+        sender = WeightGroup(server.store(60.0), 0, 2, "sockets", 60.0)
+        receiver = meeting.result(60.0)
+        announcing = threads.submit(receiver.announce, 1)
+        sending = threads.submit(sender.send, ((spec, data) for _ in range(100)), 2**20)
+        announcing.result(60.0)
+        found = receiver.receive([spec] * 100, 2**20)
+        next(found)
+        close = receiver._collectives.close
+        left_first = []
+
+        def close_connections() -> None:
+            left_first.append(member.has_ended())
+            close()
+
+        receiver._collectives.close = close_connections  # type: ignore[method-assign]
+        found.close()
+        with pytest.raises(PublishError, match="weight broadcast broke"):
+            sending.result(60.0)
+    assert left_first == [True] and server.ended == [1]
+    sender.close()
 
 
 def test_a_receiver_that_never_joins_ends_the_rendezvous_in_a_named_error() -> None:
