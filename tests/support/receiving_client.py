@@ -14,7 +14,7 @@ from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.store import join_rendezvous
 from async_rl.shared.weights.stream import WeightGroup
-from tests.support.lost_store import lose, slow
+from tests.support.lost_store import lose, slow, unreachable
 
 
 class ReceivingClient:
@@ -22,7 +22,7 @@ class ReceivingClient:
 
     `fault` is the step that it refuses, "hang" at the update, "leave" when it is about to receive, or "reject" when it
     has received all. Of a rendezvous: "late" comes after the timeout, "break" comes and loses its connection, "break
-    unseen" also says so late, and "slow" takes its time there.
+    unseen" also says so late, "slow" takes its time there, and to "unreachable" ones the next cannot connect.
     """
 
     def __init__(self, url: str, fault: str | None = None) -> None:
@@ -91,6 +91,8 @@ class ReceivingClient:
             store = lose(store)
         if self.fault == "slow":
             store = slow(store)
+        if self.fault == "unreachable":
+            store = unreachable(store)
         self._group = WeightGroup(store, info.rank_offset, info.world_size, info.backend, info.timeout_s)
         self._rank, self._bucket_bytes = info.rank_offset, info.bucket_bytes
         self.num_joins += 1

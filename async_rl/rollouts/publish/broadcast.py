@@ -19,7 +19,7 @@ from async_rl.rollouts.publish.instance_calls import InstanceCalls
 from async_rl.rollouts.publish.instance_update import ANSWER_MARGIN_S, receive
 from async_rl.shared.event_loop import EventLoopThread
 from async_rl.shared.programs.nccl_package import MATCHING
-from async_rl.shared.protocol.group_errors import BROKE, stood_still_s
+from async_rl.shared.protocol.group_errors import BROKE, stood_still_s, unreached_rank
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
 from async_rl.shared.protocol.sender import Sender, Sent
 
@@ -48,6 +48,8 @@ class Broadcast:
         self._drop = drop
         self._owners: dict[int, Member] = {}
         """Of the formed weight group: the instance that each rank from 1 on belongs to."""
+        self._last: set[Member] = set()
+        """Whom another one could not connect to: the last of a chain needs no connection from others."""
         self._unexplained: list[Member] = []
         """With whom the last group broke, if nobody was left out for it."""
 
@@ -100,6 +102,7 @@ class Broadcast:
     def _join(self, members: Sequence[Member]) -> bool:
         """Forms a weight group with all of `members`; False after dropping those that prevented it."""
         self._leave()
+        members = sorted(members, key=lambda member: member in self._last)
         timeout_s = self._config.timeout_s
         questions = InstanceCalls(self._loop, members, lambda member: member.client.world_size(timeout_s))
         self._drop(questions.settle(timeout_s=None))
@@ -138,6 +141,12 @@ class Broadcast:
         if problem is None and not failures:
             self._owners = owners
             return True
+        named = {owners.get(rank) for error in failures.values() if (rank := unreached_rank(error)) is not None}
+        if new := named - self._last - {None}:
+            self._last |= {member for member in new if member is not None}
+            urls = ", ".join(sorted(member.url for member in self._last))
+            logger.warning("not all instances reach %s: from now on these are last in the chain of weights", urls)
+            return False
         self._drop_preventers(members, failures, refused, absent, late, lost, problem or "", is_late=is_late)
         return False
 

@@ -9,6 +9,8 @@ import re
 BROKE = "the weight broadcast broke"
 """Said by a member that did its part, or was late with it: it is not the first one that failed."""
 
+_UNREACHED = re.compile(r"no connection to rank (\d{1,9}) at ")
+
 _STOOD_STILL = re.compile(r"it stood still for (\d+\.\d) s; ")
 
 
@@ -20,3 +22,14 @@ def stood_still(seconds: float) -> str:
 def stood_still_s(error: object) -> float:
     """For how long the member whose error this is says that it did nothing; 0 where it does not."""
     return max((float(found) for found in _STOOD_STILL.findall(str(error))), default=0.0)
+
+
+def unreached(rank: int, where: str, why: object) -> str:
+    """The error of a member of a chain that cannot connect to the one before it."""
+    return f"no connection to rank {rank} at {where}: {why}"
+
+
+def unreached_rank(error: object) -> int | None:
+    """To which rank the member whose error this is cannot connect."""
+    found = _UNREACHED.search(str(error))
+    return None if found is None else int(found[1])

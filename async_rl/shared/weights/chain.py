@@ -124,7 +124,8 @@ class Chain:
             if problem is None:
                 try:
                     self._pass(passage, time.monotonic() + self._timeout_s)
-                except OSError as error:
+                except Exception as error:
+                    # Whoever waits for it would wait for ever.
                     problem = str(error)
             passage.problem = problem
             passage.ended.set()

@@ -12,17 +12,13 @@ import selectors
 import socket
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
-from ipaddress import ip_address
-from typing import Annotated
-
-from pydantic import AfterValidator, Field, ValidationError
 
 from async_rl.errors import PublishError
-from async_rl.shared.protocol.body import StrictBody
+from async_rl.shared.protocol.group_errors import unreached
 from async_rl.shared.weights.store import ENDED, MAX_STRANGERS, RendezvousStore
-from async_rl.shared.weights.store_wire import PROOF_BYTES, NotInvited, listen, receive_exactly
+from async_rl.shared.weights.store_wire import PROOF_BYTES, NotInvited, Place, listen, receive_exactly
 
 ATTEMPT_S = 2.0
 """For a connection, before the next attempt: by then its packets would be sent again seldom only."""
@@ -37,20 +33,6 @@ BUFFER_BYTES = 4 * 2**20
 
 NAMES_SOCKETS = sys.platform == "linux"
 """Whether a socket of this host may have a name that is no file, in its network namespace."""
-
-
-def _require_address(text: str) -> str:
-    """Raises ValueError for a name, the look-up of which has no time limit."""
-    ip_address(text)
-    return text
-
-
-class Place(StrictBody):
-    """Where the next rank finds a member: over TCP, and by the name of a socket of its host."""
-
-    address: Annotated[str, AfterValidator(_require_address)]
-    port: int = Field(ge=1, le=65535, strict=True)
-    name: str = Field(pattern="^async-rl-[0-9a-f]{32}$")
 
 
 def connect(
@@ -70,7 +52,8 @@ def connect(
         try:
             listeners = _listen(store, rank, open_sockets) if rank < world_size - 1 else []
             if rank > 0:
-                before = _reach(store, rank - 1, deadline)
+                # The one that cannot, as behind a firewall, leaves before the others' time is over: it alone is lost.
+                before = _reach(store, rank - 1, time.monotonic() + timeout_s / 2)
                 before.sendall(_of(shows, rank - 1))
             if listeners:
                 after = _accept(listeners, store, rank + 1, _of(expects, rank + 1), deadline)
@@ -130,10 +113,10 @@ def _listen(store: RendezvousStore, rank: int, open_sockets: ExitStack) -> list[
 
 
 def _reach(store: RendezvousStore, rank: int, deadline: float) -> socket.socket:
-    try:
-        place = Place.model_validate_json(store.get(_place(rank)))
-    except ValidationError as error:
-        raise PublishError(f"what rank {rank} says of its place is not valid: {error}") from error
+    left_s = max(deadline - time.monotonic(), LOOK_S)
+    store.wait([_place(rank)], timedelta(seconds=left_s))
+    # The host has checked it.
+    place = Place.model_validate_json(store.get(_place(rank)))
     if NAMES_SOCKETS and place.address == store.address:
         connection = socket.socket(socket.AF_UNIX)
         # Otherwise it waits for ever at one that accepts nothing.
@@ -154,8 +137,7 @@ def _reach(store: RendezvousStore, rank: int, deadline: float) -> socket.socket:
             if store.has_ended():
                 raise PublishError(ENDED) from error
             if time.monotonic() > deadline:
-                where = f"{place.address}:{place.port}"
-                raise PublishError(f"no connection to rank {rank} at {where}: {error}") from error
+                raise PublishError(unreached(rank, f"{place.address}:{place.port}", error)) from error
         time.sleep(LOOK_S)
 
 
@@ -183,11 +165,14 @@ def _accept(
             for key, _ in selector.select(LOOK_S):
                 ready: socket.socket = key.fileobj  # type: ignore[assignment]
                 if ready in listeners:
-                    with suppress(OSError):
+                    try:
                         stranger, _ = ready.accept()
                         stranger.setblocking(False)
                         said[stranger] = b""
                         selector.register(stranger, selectors.EVENT_READ)
+                    except OSError:
+                        # There may be no descriptor for it.
+                        time.sleep(LOOK_S)
                     if len(said) > MAX_STRANGERS:
                         forget(next(iter(said)))
                 elif ready in said and not (part := _said_by(ready, PROOF_BYTES - len(said[ready]))):

@@ -22,7 +22,16 @@ from torch.distributed import Store
 
 from async_rl.errors import PublishError
 from async_rl.shared.weights import store_wire
-from async_rl.shared.weights.store_wire import Line, admit, enter, listen, receive_frame, send_frame, shut
+from async_rl.shared.weights.store_wire import (
+    Line,
+    admit,
+    enter,
+    listen,
+    receive_frame,
+    require_place,
+    send_frame,
+    shut,
+)
 
 Request = Mapping[str, Any]
 """`op`, and its arguments: `key` or `keys`, `value` as hex digits, `timeout_s`."""
@@ -35,6 +44,9 @@ OWNED = re.compile(
 )
 """Keys that only the rank in them may write, and those that only the sender may, which is rank 0. Where those of nccl
 and hccl meet, the sender says at 0."""
+
+PLACE = re.compile(r"chain/\d+")
+"""Keys under which a member says where the next one finds it."""
 
 PROOF_TIMEOUT_S = 5.0
 """How long an unauthenticated connection may stay open."""
@@ -285,6 +297,8 @@ class StoreServer:
                         answer: Request = {"answer": None}
                     else:
                         _require_own(request, rank)
+                        if request["op"] in WRITING and PLACE.fullmatch(request["key"]):
+                            require_place(bytes.fromhex(request["value"]), connection)
                         answer = {"answer": self._answer(request, rank)}
                 except PublishError as error:
                     answer = {"error": str(error)}

@@ -15,9 +15,13 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from ipaddress import ip_address
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, Field, ValidationError
 
 from async_rl.errors import PublishError
+from async_rl.shared.protocol.body import StrictBody
 
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
@@ -35,6 +39,34 @@ _LENGTH: Final = struct.Struct("!I")
 
 class NotInvited(PublishError):
     """The other end does not know the secret of the invitation."""
+
+
+def _require_address(text: str) -> str:
+    """Raises ValueError for a name, the look-up of which has no time limit."""
+    ip_address(text)
+    return text
+
+
+class Place(StrictBody):
+    """Where the next rank of a chain finds a member: over TCP, and by the name of a socket of its host."""
+
+    address: Annotated[str, AfterValidator(_require_address)]
+    port: int = Field(ge=1, le=65535, strict=True)
+    name: str = Field(pattern="^async-rl-[0-9a-f]{32}$")
+
+
+def require_place(value: bytes, connection: socket.socket) -> None:
+    """
+    Raises:
+        PublishError: what the member at this connection says of its place is none, or on another host.
+    """
+    try:
+        place = Place.model_validate_json(value)
+    except ValidationError as error:
+        raise PublishError(f"what a member says of its place is not valid: {error}") from error
+    peer = str(connection.getpeername()[0])
+    if ip_address(place.address.partition("%")[0]) != ip_address(peer.partition("%")[0]):
+        raise PublishError(f"a member at {peer} says that its place is at {place.address}")
 
 
 def listen(address: str, backlog: int) -> socket.socket:

@@ -220,6 +220,28 @@ def test_one_that_is_lost_in_the_rendezvous_breaks_it_and_may_come_again(moves: 
     assert [received(member) for member in one.members] == [ALL_RECEIVED] * len(faults)
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_one_that_others_cannot_connect_to_is_the_last_of_the_chain_and_nobody_is_dropped(
+    moves: Any, at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults: list[str | None] = [None, None, None]
+    faults[at] = "unreachable"
+    one = moves(*faults, timeout_s=6.0, transport="broadcast")
+    assert one.move() is None and not one.dropped
+    assert f"not all instances reach {one.members[at].url}: from now on" in caplog.text
+    assert one.move() is not None and not one.dropped
+    assert [received(member) for member in one.members] == [ALL_RECEIVED] * 3
+
+
+def test_of_two_that_others_cannot_connect_to_one_is_dropped(moves: Any) -> None:
+    one = moves("unreachable", "unreachable", None, timeout_s=6.0, transport="broadcast")
+    # Both are noticed in the first try, or one after the other.
+    assert any(one.move() is not None for _ in range(4))
+    ((member, error),) = one.dropped.items()
+    assert member in one.members[:2] and "no connection to rank 2 at 127.0.0.1:1" in str(error)
+    assert [received(each) for each in one.members if each is not member] == [ALL_RECEIVED] * 2
+
+
 def test_one_whose_loss_the_sender_sees_before_its_call_fails_is_dropped_alone(moves: Any) -> None:
     one = moves("slow", "break unseen", "slow", timeout_s=60.0)
     begun = time.monotonic()

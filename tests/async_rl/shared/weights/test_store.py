@@ -225,7 +225,7 @@ def test_a_member_enters_and_writes_as_a_rank_of_its_own_instance_only() -> None
             if not key.endswith(f"/{rank}"):
                 with pytest.raises(PublishError, match=f"rank {rank} of the weight group may not write"):
                     member.set(key, "")
-        member.set(f"chain/{rank}", "its own address")
+        member.set(f"present/{rank}", "itself")
     with pytest.raises(PublishError, match="which is taken"):
         join_rendezvous(HOST, server.port, "two", TIMEOUT_S).enter_as(3)
     server.close()
