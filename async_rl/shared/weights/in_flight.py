@@ -20,10 +20,13 @@ class Message:
     work: Any
     data: torch.Tensor
     specs: Sequence[TensorSpec]
+    parts: Sequence[torch.Tensor] | None = None
+    """Sender: the bytes of each as they were before, which a device may read while it sends the message."""
 
     def tensors(self) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
         """The bytes of each."""
-        return zip(self.specs, self.data.split([spec.num_bytes for spec in self.specs]), strict=True)
+        parts = self.data.split([spec.num_bytes for spec in self.specs]) if self.parts is None else self.parts
+        return zip(self.specs, parts, strict=True)
 
     def add(self, fingerprint: Fingerprint | DeviceFingerprint, spec: TensorSpec, part: torch.Tensor) -> None:
         """Adds one of its tensors: one that passed a chain alone by the digest that it has there."""

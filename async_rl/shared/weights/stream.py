@@ -187,10 +187,10 @@ class WeightGroup:
                 if last is not None:
                     last.keep(spec, part)
 
-        def all_messages() -> Iterator[tuple[torch.Tensor, list[TensorSpec]]]:
+        def all_messages() -> Iterator[tuple[torch.Tensor, list[TensorSpec], list[torch.Tensor]]]:
             for items in messages(stream, lambda item: item[0], bucket_bytes, device):
                 parts = [bytes_of(tensor, device) for _, tensor in items]
-                yield parts[0] if len(parts) == 1 else torch.cat(parts), [spec for spec, _ in items]
+                yield parts[0] if len(parts) == 1 else torch.cat(parts), [spec for spec, _ in items], parts
 
         self._broadcast(all_messages(), take)
         return fingerprint.hexdigest()
@@ -230,7 +230,7 @@ class WeightGroup:
 
     def _broadcast(
         self,
-        some: Iterable[tuple[torch.Tensor, Sequence[TensorSpec]]],
+        some: Iterable[tuple[torch.Tensor, Sequence[TensorSpec], Sequence[torch.Tensor] | None]],
         take: Callable[[Message], object] = lambda _: None,
     ) -> None:
         """Sends or receives messages, some at once; `take` is called with each: once it has passed a chain, which has
@@ -245,8 +245,8 @@ class WeightGroup:
                 take(message)
 
         try:
-            for data, specs in some:
-                in_flight.append(self._start(data, specs))
+            for data, specs, parts in some:
+                in_flight.append(self._start(data, specs, parts))
                 self.num_bytes_sent += data.numel()
                 if not passes_first:
                     take(in_flight[-1])
@@ -263,7 +263,7 @@ class WeightGroup:
                 self.close()
 
     def _broadcast_one(self, data: torch.Tensor, bucket_bytes: int) -> None:
-        self._broadcast((piece, ()) for piece in data.split(bucket_bytes))
+        self._broadcast((piece, (), None) for piece in data.split(bucket_bytes))
 
     def receive(
         self, specs: Sequence[TensorSpec], bucket_bytes: int, into: Mapping[str, torch.Tensor] | None = None
@@ -357,12 +357,14 @@ class WeightGroup:
         self._store.close()
         self._collectives.close()
 
-    def _start(self, data: torch.Tensor, specs: Sequence[TensorSpec]) -> Message:
+    def _start(
+        self, data: torch.Tensor, specs: Sequence[TensorSpec], parts: Sequence[torch.Tensor] | None = None
+    ) -> Message:
         self._pulse.is_at_work(since_last=True)
         try:
             if isinstance(self._collectives, Chain):
-                return Message(self._collectives.broadcast(data, is_hashed=len(specs) == 1), data, specs)
-            return Message(self._collectives.broadcast(data), data, specs)
+                return Message(self._collectives.broadcast(data, is_hashed=len(specs) == 1), data, specs, parts)
+            return Message(self._collectives.broadcast(data), data, specs, parts)
         except (RuntimeError, PublishError) as error:
             raise self._broken(f": {error}") from error
 
