@@ -52,8 +52,7 @@ def connect(
         try:
             listeners = _listen(store, rank, open_sockets) if rank < world_size - 1 else []
             if rank > 0:
-                # The one that cannot, as behind a firewall, leaves before the others' time is over: it alone is lost.
-                before = _reach(store, rank - 1, time.monotonic() + timeout_s / 2)
+                before = _reach(store, rank - 1, deadline, timeout_s / 2)
                 before.sendall(_of(shows, rank - 1))
             if listeners:
                 after = _accept(listeners, store, rank + 1, _of(expects, rank + 1), deadline)
@@ -112,9 +111,12 @@ def _listen(store: RendezvousStore, rank: int, open_sockets: ExitStack) -> list[
     return listeners
 
 
-def _reach(store: RendezvousStore, rank: int, deadline: float) -> socket.socket:
+def _reach(store: RendezvousStore, rank: int, deadline: float, patience_s: float) -> socket.socket:
+    """Tries for `patience_s` from when it knows where: one that cannot, as behind a firewall, leaves before the others'
+    time is over, so that it alone is lost."""
     left_s = max(deadline - time.monotonic(), LOOK_S)
     store.wait([_place(rank)], timedelta(seconds=left_s))
+    deadline = min(deadline, time.monotonic() + patience_s)
     # The host has checked it.
     place = Place.model_validate_json(store.get(_place(rank)))
     if NAMES_SOCKETS and place.address == store.address:
