@@ -141,9 +141,9 @@ class Broadcast:
         if problem is None and not failures:
             self._owners = owners
             return True
-        named = {owners.get(rank) for error in failures.values() if (rank := unreached_rank(error)) is not None}
-        if new := named - self._last - {None}:
-            self._last |= {member for member in new if member is not None}
+        named = {owners[rank] for error in failures.values() if (rank := unreached_rank(error)) in owners}
+        if not named <= self._last:
+            self._last |= named
             urls = ", ".join(sorted(member.url for member in self._last))
             logger.warning("not all instances reach %s: from now on these are last in the chain of weights", urls)
             return False

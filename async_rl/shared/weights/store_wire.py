@@ -66,7 +66,10 @@ def require_place(value: bytes, connection: socket.socket) -> None:
         raise PublishError(f"what a member says of its place is not valid: {error}") from error
     peer = str(connection.getpeername()[0])
     if ip_address(place.address.partition("%")[0]) != ip_address(peer.partition("%")[0]):
-        raise PublishError(f"a member at {peer} says that its place is at {place.address}")
+        raise PublishError(
+            f"a member at {peer} says that its place is at {place.address}: expected its own address; where addresses "
+            "are translated on the way, set publish.transport = 'snapshot'"
+        )
 
 
 def listen(address: str, backlog: int) -> socket.socket:
