@@ -17,6 +17,7 @@ from aiohttp import web
 
 from async_rl.rollouts.instance.answer_bytes import event_payloads
 from async_rl.shared.protocol import routes
+from async_rl.shared.protocol.sequence import SequenceRequest
 from benchmarks.chaos.fault_log import FaultLog
 
 HOST = "127.0.0.1"
@@ -125,7 +126,10 @@ class Proxy:
             raise ConnectionResetError("the network is cut")
 
     def _look_at(self, path: str, body: bytes) -> None:
-        """Inspects a control call and updates the proxy's state."""
+        """Inspects a control call, or those of a sequence, and updates the proxy's state."""
+        if path == routes.SEQUENCE:
+            for call in SequenceRequest.model_validate_json(body).calls:
+                self._look_at(call.path, (call.body or "").encode())
         if path == routes.UPDATE_WEIGHTS and self.on_weights is not None:
             act, self.on_weights = self.on_weights, None
             act()

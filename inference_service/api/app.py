@@ -19,6 +19,7 @@ from inference_service.api.requests import ModelCard, ModelList
 from inference_service.api.responses import TextCodec
 from inference_service.engine_interface import Engine, EngineFault, PauseMode, RequestRefused, WakeTag
 from inference_service.identity import Identity, identity_headers, new_boot_id
+from inference_service.sequence import Sequence
 from inference_service.term_guard import TermGuard
 
 MAX_BODY_BYTES: Final = 32 * 2**20
@@ -55,9 +56,10 @@ def make_app(
     _add_pause_routes(app, engine)
     _add_weight_routes(app, engine, metrics)
     errors.install(app)
-    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     # Inside the token's check: whoever has no token must not fence the trainer.
     app.add_middleware(TermGuard)
+    app.add_middleware(Sequence)
+    app.add_middleware(BodyLimit, max_bytes=MAX_BODY_BYTES)
     if token is not None:
         app.add_middleware(BearerToken, token=token, open_paths=routes.OPEN_PATHS)
     else:

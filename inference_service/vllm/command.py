@@ -23,6 +23,7 @@ SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 WORKER_EXTENSION = "inference_service.vllm.worker.WorkerExtension"
 GUARD = "inference_service.vllm.guard.TokenGuard"
 TERM_GUARD = "inference_service.term_guard.TermGuard"
+SEQUENCE = "inference_service.sequence.Sequence"
 IDENTITY = "inference_service.identity.IdentityFromEnvironment"
 
 ADDITIONAL_CONFIG = "--additional-config"
@@ -75,7 +76,7 @@ def server_command(
     # A trainer queries health every second, which the access log would record.
     flags = ["--enable-prefix-caching", "--disable-uvicorn-access-log"]
     # Later ones are further out: whoever has no token must not fence the trainer.
-    flags += ["--middleware", TERM_GUARD]
+    flags += ["--middleware", TERM_GUARD, "--middleware", SEQUENCE]
     if environment.get(TOKEN_VARIABLE):
         flags += ["--middleware", GUARD]
     # The outermost, so that refusals carry the headers too.

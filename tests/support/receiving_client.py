@@ -1,16 +1,20 @@
 """An instance's end of a broadcast in a thread of this process: what `InstanceClient` offers a publish, by name."""
 
 import asyncio
+import json
 import time
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, cast
 
 import torch
 
 from async_rl.errors import InstanceError, InstanceRefused, PublishError
+from async_rl.rollouts.instance.http import InstanceHttp
 from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.pool.membership import InstanceEntry, Membership
-from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.protocol import routes
+from async_rl.shared.protocol.inference import InitInfo, UpdateInfo, UpdateRequest
+from async_rl.shared.protocol.sequence import Answer, Call, goes_on
 from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.store import join_rendezvous
 from async_rl.shared.weights.stream import WeightGroup
@@ -45,20 +49,27 @@ class ReceivingClient:
         self._refuse("init")
         await self._answered(asyncio.to_thread(self._join, info))
 
-    async def is_sleeping(self, timeout_s: float) -> bool:
-        return False
+    async def in_order(self, calls: Sequence[Call], timeout_s: float | None) -> list[Answer]:
+        answers: list[Answer] = []
+        for call in calls:
+            answers.append(await self._answer(call))
+            if not goes_on(call, answers[-1]):
+                break
+        return answers
 
-    async def pause(self, timeout_s: float) -> None:
-        self._refuse("pause")
+    def require(self, call: Call, answer: Answer) -> None:
+        InstanceHttp(cast(Any, None), self.url).require(call, answer)
 
-    async def start_weight_update(self, timeout_s: float) -> None:
-        self._refuse("start")
-
-    async def update_weights(self, info: UpdateInfo) -> None:
-        self._refuse("update")
-        if self.fault == "hang":
-            await asyncio.Event().wait()
-        await self._answered(asyncio.to_thread(self._receive, info))
+    async def _answer(self, call: Call) -> Answer:
+        path = call.path.partition("?")[0]
+        if self.fault is not None and path.startswith(f"/{self.fault}"):
+            return Answer(status=500, body=f"it refuses {self.fault}")
+        if path == routes.UPDATE_WEIGHTS:
+            if self.fault == "hang":
+                await asyncio.Event().wait()
+            info = UpdateRequest.model_validate_json(call.body or "").update_info
+            await self._answered(asyncio.to_thread(self._receive, info))
+        return Answer(status=200, body=json.dumps(call.expected or {}))
 
     def close(self) -> None:
         group, self._group = self._group, None

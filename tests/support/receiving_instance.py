@@ -7,7 +7,7 @@ shift: added to the log-probs of its responses, as if it computed with other wei
 tells as it receives; poses: it comes to its group as another member; stall: [place, seconds or null], its process
 stands still once there: before it comes to a group (come) or when it has (meet), before the stream (update), at its
 first tensor (first), amid it (amid), when it has all (answer), when it is to serve it (finish); at "busy" it goes on,
-and receives nothing.
+and receives nothing; takes_single_calls_only: it has no route for several.
 """
 
 import asyncio
@@ -22,10 +22,13 @@ from contextlib import suppress
 from itertools import product
 from typing import Any
 
+import aiohttp
 from aiohttp import web
 
 from async_rl.errors import PublishError
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo
+from async_rl.shared.protocol.routes import SEQUENCE
+from async_rl.shared.protocol.sequence import Answer, SequenceRequest, goes_on
 from async_rl.shared.weights.store import RendezvousStore, join_rendezvous
 from async_rl.shared.weights.stream import WeightGroup
 from inference_service.weight_transfer import receiver
@@ -60,7 +63,23 @@ class ReceivingInstance(Instance):
             web.post("/update_weights", self.update),
             web.post("/finish_weight_update", self.finish),
             web.post("/collective_rpc", self.rpc),
+            web.post(SEQUENCE, self.sequence),
         ]
+
+    async def sequence(self, request: web.Request) -> web.Response:
+        """Carried out by calls of itself."""
+        if self.script.get("takes_single_calls_only"):
+            return web.Response(status=404)
+        answers: list[Answer] = []
+        assert request.transport is not None
+        url = f"http://127.0.0.1:{request.transport.get_extra_info('sockname')[1]}"
+        async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(None)) as session:
+            for call in SequenceRequest.model_validate_json(await request.text()).calls:
+                async with session.request(call.method, call.path, data=call.body) as answer:
+                    answers.append(Answer(status=answer.status, body=await answer.text()))
+                if not goes_on(call, answers[-1]):
+                    break
+        return web.json_response({"answers": [answer.model_dump() for answer in answers]})
 
     async def fate(self, route: str) -> web.Response | None:
         if self.script.get("die") == route:

@@ -45,6 +45,7 @@ from async_rl.rollouts.instance.partial_rollout import PartialRollout, request_o
 from async_rl.rollouts.instance.response_stream import ExpectedRoutes, OnProgress, ResponseStream
 from async_rl.shared.protocol import inference, routes, token_frames
 from async_rl.shared.protocol.inference import SamplingParams
+from async_rl.shared.protocol.sequence import Answer, Call
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +250,7 @@ class InstanceClient:
         is_number = reported.isdecimal() and 0 < len(reported) < 9
         self.max_concurrency = (int(reported) or None) if is_number else None
         self.server = version
+        self._http.takes_sequences = True
 
     async def health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> str | None:
         """The boot id in a healthy instance's response, if any; InstanceRefused with status 503 if it runs but cannot
@@ -294,13 +296,6 @@ class InstanceClient:
         path = routes.GET_WORLD_SIZE
         return self._http.parse(WORLD_SIZE, await self._http.get(path, timeout_s), path)["world_size"]
 
-    async def pause(self, timeout_s: float) -> None:
-        """Lets running requests finish, holds new ones back and empties the KV and prefix caches."""
-        await self._http.post(f"{routes.PAUSE}?mode=wait&clear_cache=true", None, within(timeout_s))
-
-    async def resume(self, timeout_s: float) -> None:
-        await self._http.post(routes.RESUME, None, within(timeout_s))
-
     async def sleep(self, timeout_s: float) -> None:
         """Aborts what is running and gives up the device's memory: keys, values and weights; twice does no harm."""
         await self._http.post(f"{routes.SLEEP}?level=2&mode=abort", None, within(timeout_s))
@@ -317,22 +312,14 @@ class InstanceClient:
         """Returns when every member of the weight group has joined."""
         await self._http.post(routes.INIT_WEIGHT_TRANSFER, inference.InitRequest(init_info=info), within(timeout_s))
 
-    async def start_weight_update(self, timeout_s: float) -> None:
-        await self._http.post(routes.START_WEIGHT_UPDATE, inference.StartUpdateRequest(), within(timeout_s))
+    async def in_order(self, calls: Sequence[Call], timeout_s: float | None) -> list[Answer]:
+        """The answers of `calls`, up to the first that does not allow the next; see `InstanceHttp.in_order`. Without a
+        timeout another one has to bound them."""
+        return await self._http.in_order(calls, UNBOUNDED if timeout_s is None else within(timeout_s))
 
-    async def update_weights(self, info: inference.UpdateInfo) -> None:
-        """Returns when all tensors have been received over the weight group; the sender bounds the time."""
-        await self._http.post(routes.UPDATE_WEIGHTS, inference.UpdateRequest(update_info=info), UNBOUNDED)
-
-    async def finish_weight_update(self, version: WeightVersion, timeout_s: float) -> None:
-        body = inference.FinishUpdateRequest(weight_version=version) if self.dialect.keeps_version else None
-        await self._http.post(routes.FINISH_WEIGHT_UPDATE, body, within(timeout_s))
-        if body is None:
-            await self._call_workers(routes.NOTE_VERSION_METHOD, [version], timeout_s)
-
-    async def weight_fingerprints(self, timeout_s: float) -> list[str]:
-        """The fingerprint of what each worker last received; see `async_rl.shared.weights.fingerprint.Fingerprint`."""
-        return await self._call_workers(routes.FINGERPRINT_METHOD, [], timeout_s)
+    def require(self, call: Call, answer: Answer) -> None:
+        """Raises for a call that was refused what it would have raised alone."""
+        self._http.require(call, answer)
 
     async def base_digest(self, names: Sequence[str], timeout_s: float) -> str:
         """Of the weights that adapters are put beside, `names` (`async_rl.shared.weights.fingerprint.base_digest`);

@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 
 from async_rl.shared.protocol import inference, routes
 from async_rl.shared.protocol.inference import SamplingParams
+from async_rl.shared.protocol.sequence import SequenceResponse
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ WEIGHT_INFO = TypeAdapter(WeightInfo)
 IS_SLEEPING = TypeAdapter(IsSleeping)
 WORLD_SIZE = TypeAdapter(WorldSize)
 RPC = TypeAdapter(inference.RpcResponse)
+SEQUENCE = TypeAdapter(SequenceResponse)
 
 
 class CompletionRequest(SamplingParams):

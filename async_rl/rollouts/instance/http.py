@@ -5,8 +5,9 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import NoReturn, TypeVar
 
 import aiohttp
@@ -24,9 +25,10 @@ from async_rl.errors import (
 )
 from async_rl.rollouts.instance.answer_bytes import whole_body
 from async_rl.rollouts.instance.connections import Connections
-from async_rl.rollouts.instance.dialect import DEAD_ENGINE, IS_SLEEPING
+from async_rl.rollouts.instance.dialect import DEAD_ENGINE, IS_SLEEPING, SEQUENCE
 from async_rl.shared.protocol import body, routes
 from async_rl.shared.protocol.routes import BOOT_ID, BOOT_ID_HEADER
+from async_rl.shared.protocol.sequence import Answer, Call, SequenceRequest, goes_on
 
 CONNECT_TIMEOUT_S = 5.0
 MAX_ERROR_CHARS = 500
@@ -59,6 +61,8 @@ class InstanceHttp:
     def __init__(self, connections: Connections, url: str) -> None:
         self._connections = connections
         self._url = url
+        self.takes_sequences = True
+        """Whether the server carries out several calls in one round trip, as far as is known."""
 
     async def get(self, path: str, timeout_s: float) -> bytes:
         answer, _ = await self.exchange("GET", path, None, within(timeout_s))
@@ -77,6 +81,15 @@ class InstanceHttp:
             InstanceUnreachable, InstanceRefused, Fenced: see errors.py.
         """
         data = body.model_dump_json().encode() if body is not None else None
+        status, answer, headers = await self._send(method, path, data, timeout)
+        if status != HTTPStatus.OK:
+            self.refuse(method, path, status, answer)
+        return answer, headers
+
+    async def _send(
+        self, method: str, path: str, data: bytes | None, timeout: aiohttp.ClientTimeout
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """Status, body and headers of the response."""
         try:
             session = self._connections.control
             url = self._url + path
@@ -87,9 +100,45 @@ class InstanceHttp:
                     response.close()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self.unreachable(method, path, error) from error
-        if response.status != 200:
-            self.refuse(method, path, response.status, answer)
-        return answer, response.headers
+        return response.status, answer, response.headers
+
+    async def in_order(self, calls: Sequence[Call], timeout: aiohttp.ClientTimeout) -> list[Answer]:
+        """The answers of `calls`, up to the one that ends the sequence: in one round trip, or one after the other where
+        the server does not take several; see `async_rl.shared.protocol.sequence`.
+
+        Raises:
+            InstanceUnreachable, InstanceRefused, Fenced: see errors.py; not for a call that is refused, whose answer
+                says so.
+            InstanceError: the answers are not those of a sequence.
+        """
+        if self.takes_sequences:
+            path = routes.SEQUENCE
+            try:
+                answer = await self.post(path, SequenceRequest(calls=list(calls)), timeout)
+            except RouteMissing:
+                self.takes_sequences = False
+            else:
+                answers = self.parse(SEQUENCE, answer, path).answers
+                *earlier, last = [goes_on(call, each) for call, each in zip(calls, answers, strict=False)] or [True]
+                if len(answers) > len(calls) or not all(earlier) or (last and len(answers) < len(calls)):
+                    raise InstanceError(f"instance {self._url} answered {len(calls)} calls of {path} by {len(answers)}")
+                return answers
+        answers = []
+        for call in calls:
+            answers.append(await self._answer(call, timeout))
+            if not goes_on(call, answers[-1]):
+                break
+        return answers
+
+    async def _answer(self, call: Call, timeout: aiohttp.ClientTimeout) -> Answer:
+        data = None if call.body is None else call.body.encode()
+        status, answer, _ = await self._send(call.method, call.path, data, timeout)
+        return Answer(status=status, body=answer.decode(errors="replace"))
+
+    def require(self, call: Call, answer: Answer) -> None:
+        """Raises as `refuse` for a call that was refused."""
+        if answer.status != HTTPStatus.OK:
+            self.refuse(call.method, call.path, answer.status, answer.body.encode())
 
     def unreachable(self, method: str, path: str, error: Exception) -> InstanceUnreachable:
         """The error for a call without a response."""

@@ -4,6 +4,8 @@
     -> compare fingerprints -> finish with the version -> compare again what is in service
     -> resume -> read the version back                                                        (`put_in_service`)
 
+Each of the two is one round trip, where the server carries out sequences of calls.
+
 One that sleeps while the trainer has its device (`run.placement = "turns"`) takes memory for the weights before the
 start, and for keys and values after the end: they are never there beside what a loader needs.
 
@@ -16,9 +18,11 @@ from collections.abc import Sequence
 
 from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable
 from async_rl.method.types import WeightVersion
+from async_rl.rollouts.instance import update_calls as calls
 from async_rl.rollouts.instance.client import InstanceClient
 from async_rl.shared.protocol.inference import AdapterInfo, UpdateInfo
 from async_rl.shared.protocol.sender import Content, SenderFacts
+from async_rl.shared.protocol.sequence import Call, goes_on, values_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,55 +43,46 @@ def announcement(facts: SenderFacts, content: Content) -> UpdateInfo:
 
 async def receive(client: InstanceClient, info: UpdateInfo, timeout_s: float, *, wakes: bool = False) -> None:
     """Lets the instance receive one stream. For a snapshot it has `timeout_s`; the sender bounds a broadcast."""
-    if not wakes:
-        await _awaken(client, timeout_s)
-    await client.pause(timeout_s + ANSWER_MARGIN_S)
-    if wakes:
-        await client.wake_up("weights", timeout_s + ANSWER_MARGIN_S)
-    refused = None
-    try:
-        await client.start_weight_update(timeout_s + ANSWER_MARGIN_S)
-    except InstanceRefused as error:
-        # An update left open by an earlier attempt or trainer may continue: this stream carries every tensor.
-        refused = error
+    steps = [calls.PAUSE, *([calls.wake_up("weights")] if wakes else []), calls.START, calls.update(info)]
     try:
         async with asyncio.timeout(None if info.snapshot is None else timeout_s):
-            await client.update_weights(info)
+            if wakes:
+                answers = await client.in_order(steps, None)
+            else:
+                first, *answers = await client.in_order([calls.IS_AWAKE, *steps], None)
+                if not goes_on(calls.IS_AWAKE, first):
+                    await _wake(client, timeout_s)
+                    answers = await client.in_order(steps, None)
     except TimeoutError as error:
         raise InstanceUnreachable(
             f"instance {client.url} did not read the snapshot {info.snapshot} within {timeout_s:g} s "
             "(publish.timeout_s)"
         ) from error
-    except InstanceError as error:
-        raise error if refused is None else InstanceError(f"{error}; before that: {refused}") from refused
+    refused = None
+    for step, answer in zip(steps, answers, strict=False):
+        try:
+            client.require(step, answer)
+        except InstanceError as error:
+            if step is not calls.START or not isinstance(error, InstanceRefused):
+                raise error if refused is None else InstanceError(f"{error}; before that: {refused}") from refused
+            refused = error
 
 
 async def base_digest(client: InstanceClient, names: Sequence[str], timeout_s: float) -> str:
     """As `InstanceClient.base_digest`, of one that may have been put to sleep."""
-    await _awaken(client, timeout_s)
+    if await client.is_sleeping(timeout_s):
+        await _wake(client, timeout_s)
     return await client.base_digest(names, timeout_s)
 
 
-async def _awaken(client: InstanceClient, timeout_s: float) -> None:
+async def _wake(client: InstanceClient, timeout_s: float) -> None:
     """Wakes an instance that sleeps though its trainer did not ask for that, or is paused, before weights come."""
-    if not await client.is_sleeping(timeout_s):
-        return
     logger.warning(
         "instance %s sleeps or is paused, as another program has asked for, or an update that ended early: it is woken",
         client.url,
     )
     await client.wake_up("weights", timeout_s + ANSWER_MARGIN_S)
     await client.wake_up("kv_cache", timeout_s + ANSWER_MARGIN_S)
-
-
-async def _require_fingerprint(client: InstanceClient, has: str, fingerprint: str, timeout_s: float) -> None:
-    """
-    Raises:
-        InstanceError: it has another one, or none.
-    """
-    found = await client.weight_fingerprints(timeout_s)
-    if not found or set(found) != {fingerprint}:
-        raise InstanceError(f"instance {client.url} {has} weights with fingerprints {found}, sent was {fingerprint!r}")
 
 
 async def put_in_service(
@@ -99,18 +94,41 @@ async def put_in_service(
     wakes: bool = False,
     has_adapters: bool = False,
 ) -> None:
-    """Ends the update of an instance that received exactly the stream with this fingerprint.
+    """Ends the update of an instance that received exactly the stream with this fingerprint, within `timeout_s`; where
+    it loads adapters by itself, thrice that.
 
     Args:
         has_adapters: it was one of adapters alone.
+
+    Raises:
+        InstanceError: it has another fingerprint, or none, or another version afterwards; or it fails a step.
     """
-    await _require_fingerprint(client, "received", fingerprint, timeout_s)
-    await client.finish_weight_update(version, timeout_s)
+    proof = calls.has_fingerprint(fingerprint)
+    begin = [proof, *calls.finish(client.dialect, version)]
+    end = [
+        proof,
+        *([calls.wake_up("kv_cache")] if wakes else []),
+        calls.RESUME,
+        calls.has_version(client.dialect, version),
+    ]
+
+    async def carry_out(*parts: tuple[str, Sequence[Call]]) -> None:
+        """Each part with what an instance did that has another fingerprint at its beginning."""
+        steps = [(has, step) for has, part in parts for step in part]
+        answers = await client.in_order([step for _, step in steps], timeout_s)
+        for (has, step), answer in zip(steps, answers, strict=False):
+            client.require(step, answer)
+            if not goes_on(step, answer):
+                found = [str(value) for field in step.expected or {} for value in values_of(answer, field)]
+                claims = f"{has} weights with fingerprints {found}, sent was {fingerprint!r}"
+                if step is not proof:
+                    actual = ", ".join(sorted(set(found)))
+                    claims = f"reports weight version {actual!r} after publishing {version!r}"
+                raise InstanceError(f"instance {client.url} {claims}")
+
     if has_adapters and not client.dialect.holds_what_it_received:
+        await carry_out(("received", begin))
         await client.load_adapter(version, timeout_s)
-    await _require_fingerprint(client, "computes with", fingerprint, timeout_s)
-    if wakes:
-        await client.wake_up("kv_cache", timeout_s)
-    await client.resume(timeout_s)
-    if (actual := await client.weight_version(timeout_s)) != version:
-        raise InstanceError(f"instance {client.url} reports weight version {actual!r} after publishing {version!r}")
+        await carry_out(("computes with", end))
+    else:
+        await carry_out(("received", begin), ("computes with", end))

@@ -22,6 +22,8 @@ LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 ABORT_REQUESTS = "/abort_requests"
 COLLECTIVE_RPC = "/collective_rpc"
+SEQUENCE = "/async_rl/sequence"
+"""Not of vLLM: our launcher adds it to its server, see `async_rl.shared.protocol.sequence`."""
 OPEN_PATHS = (HEALTH, "/ping", METRICS)
 """An instance's paths without a token: those that load balancers and monitors query."""
 

@@ -69,7 +69,7 @@ def test_only_a_release_with_scale_out_is_told_to_serve_it() -> None:
 @pytest.mark.parametrize(("token", "guarded"), [("s3cret", True), ("", False)])
 def test_a_token_puts_the_guard_before_every_route(token: str, guarded: bool) -> None:
     command = server_command(options(), NEW, 1, {"ASYNC_RL_TOKEN": token}, "boot")
-    assert (GUARD in command.argv) is guarded and command.argv.count("--middleware") == 2 + guarded
+    assert (GUARD in command.argv) is guarded and command.argv.count("--middleware") == 3 + guarded
     last = max(i for i, word in enumerate(command.argv) if word == "--middleware")
     assert command.argv[last + 1] == IDENTITY, "the outermost one: its headers are on refusals too"
     assert command.env["ASYNC_RL_BOOT_ID"] == "boot" and command.env["ASYNC_RL_MAX_CONCURRENCY"] == "64"

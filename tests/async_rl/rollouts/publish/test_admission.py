@@ -13,29 +13,10 @@ from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.publish.admission import Admission, Offer
 from async_rl.shared.protocol.inference import AdapterInfo, UpdateInfo
 from tests.support.members import ready_member
+from tests.support.updated_instance import UpdatedInstance
 
 OFFER = Offer("v1", UpdateInfo(names=["a"], dtype_names=["float32"], shapes=[[2]], snapshot="/dev/shm/x"), "g", "f")
 BASE = "a" * 32
-
-
-class Instance:
-    """Takes every step of an update, or hangs at the last."""
-
-    url = "http://a:1"
-
-    def __init__(self, dialect: Dialect, hangs: bool = False) -> None:
-        self.dialect = dialect
-        self.calls: list[str] = []
-        self._hangs = hangs
-
-    def __getattr__(self, name: str) -> Any:
-        async def call(*_: Any) -> Any:
-            self.calls.append(name)
-            if self._hangs and name == "weight_version":
-                await asyncio.Event().wait()
-            return {"weight_fingerprints": ["f"], "weight_version": "v1", "base_digest": BASE}.get(name)
-
-        return call
 
 
 class DueCanary:
@@ -54,7 +35,8 @@ def admit(
 ) -> list[str]:
     """The calls that were made."""
     member = ready_member("a")
-    instance: Any = Instance(dialect, hangs)
+    faults = ["hangs weight_info"] if hangs else []
+    instance: Any = UpdatedInstance(*faults, dialect=dialect, base=BASE)
     member.client = instance
     admission = Admission(PublishSection.model_validate({"canary": mode, **settings}))
     admission.offer = offer
@@ -91,7 +73,7 @@ def test_one_that_cannot_be_proven_now_joins_with_the_next_publish(
 @pytest.mark.parametrize(("dialect", "mode"), [(EMBEDDED, "first"), (EMBEDDED, "off"), (VLLM, "off")])
 def test_another_takes_every_step_of_an_update(dialect: Dialect, mode: str) -> None:
     steps = ["is_sleeping", "pause", "start_weight_update", "update_weights"]
-    proofs = ["weight_fingerprints", "finish_weight_update", "weight_fingerprints", "resume", "weight_version"]
+    proofs = ["collective_rpc", "finish_weight_update", "collective_rpc", "resume", "weight_info"]
     assert admit(OFFER, dialect, mode=mode) == steps + proofs
 
 
