@@ -49,13 +49,13 @@ class ReceivingClient:
         self._refuse("init")
         await self._answered(asyncio.to_thread(self._join, info))
 
-    async def in_order(self, calls: Sequence[Call], timeout_s: float | None) -> list[Answer]:
+    async def in_order(self, calls: Sequence[Call], timeout_s: float | None) -> tuple[list[Answer], None]:
         answers: list[Answer] = []
         for call in calls:
             answers.append(await self._answer(call))
             if not goes_on(call, answers[-1]):
                 break
-        return answers
+        return answers, None
 
     def require(self, call: Call, answer: Answer) -> None:
         InstanceHttp(cast(Any, None), self.url).require(call, answer)

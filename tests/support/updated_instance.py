@@ -37,13 +37,13 @@ class UpdatedInstance:
         self._sleeps = sleeps
         self._base = base
 
-    async def in_order(self, calls: Sequence[Call], timeout_s: float | None) -> list[Answer]:
+    async def in_order(self, calls: Sequence[Call], timeout_s: float | None) -> tuple[list[Answer], str]:
         answers: list[Answer] = []
         for call in calls:
             answers.append(await self._answer(call))
             if not goes_on(call, answers[-1]):
                 break
-        return answers
+        return answers, "boot"
 
     def require(self, call: Call, answer: Answer) -> None:
         InstanceHttp(cast(Any, None), self.url).require(call, answer)

@@ -312,10 +312,12 @@ class InstanceClient:
         """Returns when every member of the weight group has joined."""
         await self._http.post(routes.INIT_WEIGHT_TRANSFER, inference.InitRequest(init_info=info), within(timeout_s))
 
-    async def in_order(self, calls: Sequence[Call], timeout_s: float | None) -> list[Answer]:
-        """The answers of `calls`, up to the first that does not allow the next; see `InstanceHttp.in_order`. Without a
-        timeout another one has to bound them."""
-        return await self._http.in_order(calls, UNBOUNDED if timeout_s is None else within(timeout_s))
+    async def in_order(self, calls: Sequence[Call], timeout_s: float | None) -> tuple[list[Answer], str | None]:
+        """The answers of `calls`, up to the first that does not allow the next, and the boot id in the response that
+        has the last, if any; see `InstanceHttp.in_order`. Without a timeout another one has to bound them."""
+        timeout = UNBOUNDED if timeout_s is None else within(timeout_s)
+        answers, headers = await self._http.in_order(calls, timeout)
+        return answers, self._http.boot_id(headers)
 
     def require(self, call: Call, answer: Answer) -> None:
         """Raises for a call that was refused what it would have raised alone."""

@@ -102,9 +102,12 @@ class InstanceHttp:
             raise self.unreachable(method, path, error) from error
         return response.status, answer, response.headers
 
-    async def in_order(self, calls: Sequence[Call], timeout: aiohttp.ClientTimeout) -> list[Answer]:
-        """The answers of `calls`, up to the one that ends the sequence: in one round trip, or one after the other where
-        the server does not take several; see `async_rl.shared.protocol.sequence`.
+    async def in_order(
+        self, calls: Sequence[Call], timeout: aiohttp.ClientTimeout
+    ) -> tuple[list[Answer], Mapping[str, str]]:
+        """The answers of `calls`, up to the one that ends the sequence, and the headers of the response with the last:
+        in one round trip, or one after the other where the server does not take several; see
+        `async_rl.shared.protocol.sequence`.
 
         Raises:
             InstanceUnreachable, InstanceRefused, Fenced: see errors.py; not for a call that is refused, whose answer
@@ -114,7 +117,7 @@ class InstanceHttp:
         if self.takes_sequences:
             path = routes.SEQUENCE
             try:
-                answer = await self.post(path, SequenceRequest(calls=list(calls)), timeout)
+                answer, headers = await self.exchange("POST", path, SequenceRequest(calls=list(calls)), timeout)
             except RouteMissing:
                 self.takes_sequences = False
             else:
@@ -122,18 +125,15 @@ class InstanceHttp:
                 *earlier, last = [goes_on(call, each) for call, each in zip(calls, answers, strict=False)] or [True]
                 if len(answers) > len(calls) or not all(earlier) or (last and len(answers) < len(calls)):
                     raise InstanceError(f"instance {self._url} answered {len(calls)} calls of {path} by {len(answers)}")
-                return answers
-        answers = []
+                return answers, headers
+        answers, headers = [], {}
         for call in calls:
-            answers.append(await self._answer(call, timeout))
+            data = None if call.body is None else call.body.encode()
+            status, answer, headers = await self._send(call.method, call.path, data, timeout)
+            answers.append(Answer(status=status, body=answer.decode(errors="replace")))
             if not goes_on(call, answers[-1]):
                 break
-        return answers
-
-    async def _answer(self, call: Call, timeout: aiohttp.ClientTimeout) -> Answer:
-        data = None if call.body is None else call.body.encode()
-        status, answer, _ = await self._send(call.method, call.path, data, timeout)
-        return Answer(status=status, body=answer.decode(errors="replace"))
+        return answers, headers
 
     def require(self, call: Call, answer: Answer) -> None:
         """Raises as `refuse` for a call that was refused."""

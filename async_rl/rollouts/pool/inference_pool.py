@@ -11,7 +11,7 @@ Everything runs on the producer's event loop; `members` may be read from any thr
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from async_rl.config.pool_section import PoolSection
 from async_rl.errors import ConfigError, ConnectionLost, InstanceError, InstanceUnreachable
@@ -20,6 +20,7 @@ from async_rl.rollouts.pool.group_rollout import GroupRollout
 from async_rl.rollouts.pool.health import HealthWatch, wait_until_healthy
 from async_rl.rollouts.pool.late_joiners import LateJoiners
 from async_rl.rollouts.pool.member import Member
+from async_rl.rollouts.pool.membership import BootId
 from async_rl.rollouts.pool.roster import HOLDING_TIMEOUT_S, Roster
 from async_rl.rollouts.pool.router import Cached
 from async_rl.shared.protocol.inference import SamplingParams
@@ -88,11 +89,16 @@ class InferencePool(Roster):
             return False
         return self._membership.may_receive(member.entry)
 
-    async def end_publish(self, version: WeightVersion, urls: Collection[str]) -> None:
+    async def end_publish(
+        self, version: WeightVersion, urls: Collection[str], known: Mapping[str, BootId] | None = None
+    ) -> None:
         """Puts exactly the instances at `urls` in service with `version`; the others keep or get a reason to be out.
-        Each is queried once more for the version and the process: a restarted one is left out."""
+        Each is queried once more for the version and the process: a restarted one is left out. Except for those `known`
+        by the boot id of the process that has just said that it holds the version."""
         receivers = [member for member in self.members if member.url in urls]
-        holders = dict(await asyncio.gather(*(self._ask_holding(member, version) for member in receivers)))
+        known = known or {}
+        asked = (self._ask_holding(member, version, known.get(member.url)) for member in receivers)
+        holders = dict(await asyncio.gather(*asked))
         present = self.members
         transitions = self._membership.end_publish(version, [m.entry for m in present], holders)
         for member, transition in zip(present, transitions, strict=True):
@@ -102,8 +108,10 @@ class InferencePool(Roster):
                 member.last_seen_s = time.monotonic()
             self._act(member, transition)
 
-    async def _ask_holding(self, member: Member, version: WeightVersion) -> tuple[str, str | None]:
+    async def _ask_holding(self, member: Member, version: WeightVersion, known: BootId) -> tuple[str, BootId]:
         """URL and boot id of an instance that holds `version`; an empty URL for one that does not."""
+        if known is not None and member.state == "ready":
+            return member.url, known
         try:
             if member.state != "ready":
                 # It may have joined during the publish.

@@ -20,6 +20,7 @@ from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable
 from async_rl.method.types import WeightVersion
 from async_rl.rollouts.instance import update_calls as calls
 from async_rl.rollouts.instance.client import InstanceClient
+from async_rl.rollouts.pool.membership import BootId
 from async_rl.shared.protocol.inference import AdapterInfo, UpdateInfo
 from async_rl.shared.protocol.sender import Content, SenderFacts
 from async_rl.shared.protocol.sequence import Call, goes_on, values_of
@@ -47,12 +48,12 @@ async def receive(client: InstanceClient, info: UpdateInfo, timeout_s: float, *,
     try:
         async with asyncio.timeout(None if info.snapshot is None else timeout_s):
             if wakes:
-                answers = await client.in_order(steps, None)
+                answers, _ = await client.in_order(steps, None)
             else:
-                first, *answers = await client.in_order([calls.IS_AWAKE, *steps], None)
+                (first, *answers), _ = await client.in_order([calls.IS_AWAKE, *steps], None)
                 if not goes_on(calls.IS_AWAKE, first):
                     await _wake(client, timeout_s)
-                    answers = await client.in_order(steps, None)
+                    answers, _ = await client.in_order(steps, None)
     except TimeoutError as error:
         raise InstanceUnreachable(
             f"instance {client.url} did not read the snapshot {info.snapshot} within {timeout_s:g} s "
@@ -93,12 +94,15 @@ async def put_in_service(
     *,
     wakes: bool = False,
     has_adapters: bool = False,
-) -> None:
+) -> BootId:
     """Ends the update of an instance that received exactly the stream with this fingerprint, within `timeout_s`; where
     it loads adapters by itself, thrice that.
 
     Args:
         has_adapters: it was one of adapters alone.
+
+    Returns:
+        Of the process that holds the version, from the response that says so.
 
     Raises:
         InstanceError: it has another fingerprint, or none, or another version afterwards; or it fails a step.
@@ -112,10 +116,10 @@ async def put_in_service(
         calls.has_version(client.dialect, version),
     ]
 
-    async def carry_out(*parts: tuple[str, Sequence[Call]]) -> None:
+    async def carry_out(*parts: tuple[str, Sequence[Call]]) -> BootId:
         """Each part with what an instance did that has another fingerprint at its beginning."""
         steps = [(has, step) for has, part in parts for step in part]
-        answers = await client.in_order([step for _, step in steps], timeout_s)
+        answers, boot_id = await client.in_order([step for _, step in steps], timeout_s)
         for (has, step), answer in zip(steps, answers, strict=False):
             client.require(step, answer)
             if not goes_on(step, answer):
@@ -125,10 +129,10 @@ async def put_in_service(
                     actual = ", ".join(sorted(set(found)))
                     claims = f"reports weight version {actual!r} after publishing {version!r}"
                 raise InstanceError(f"instance {client.url} {claims}")
+        return boot_id
 
     if has_adapters and not client.dialect.holds_what_it_received:
         await carry_out(("received", begin))
         await client.load_adapter(version, timeout_s)
-        await carry_out(("computes with", end))
-    else:
-        await carry_out(("received", begin), ("computes with", end))
+        return await carry_out(("computes with", end))
+    return await carry_out(("received", begin), ("computes with", end))

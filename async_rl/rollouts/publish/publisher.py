@@ -124,7 +124,7 @@ class Publisher:
                 reached = self._put_in_service(members, offer)
                 members = self._end(version, reached, offer)
             else:
-                reached = []
+                reached = {}
             if members or not self._is_worth_another_try(deadline, has_lost=bool(reached)):
                 break
             logger.warning("the publish lost every instance on its way, and tries again:%s", self._reasons())
@@ -145,15 +145,19 @@ class Publisher:
             version, offer.fingerprint, urls, num_bytes, time.monotonic() - started, num_workers, canary_s
         )
 
-    def _end(self, version: WeightVersion, members: Sequence[Member], offer: Offer) -> list[Member]:
+    def _end(self, version: WeightVersion, members: Mapping[Member, BootId], offer: Offer) -> list[Member]:
         """Ends the publish with `members`; returns those that are in service: others may have been removed or drained
-        meanwhile, or started anew."""
+        meanwhile, or started anew.
+
+        Args:
+            members: each with the process that has just said that it holds the version, if it is known.
+        """
         if not members:
             return []
         if self._admission is not None and offer.info.snapshot is not None:
             self._admission.offer = offer
-        urls = {member.url for member in members}
-        self._loop.run(self._pool.end_publish(version, urls))
+        urls = {member.url: boot_id for member, boot_id in members.items()}
+        self._loop.run(self._pool.end_publish(version, urls, urls))
         # One that was removed may have been added again meanwhile: it is the same process with the same weights.
         return [member for member in self._pool.members if member.url in urls and member.state == "ready"]
 
@@ -287,25 +291,28 @@ class Publisher:
         fingerprints = received.fingerprint, received.snapshot_fingerprint
         return Offer(version, read, *fingerprints, facts.names, received.num_bytes), left
 
-    def _put_in_service(self, members: Sequence[Member], offer: Offer) -> list[Member]:
-        """Those of `members` that hold the sent weights and, as far as they are probed, compute with them."""
-        self._finish(members, offer)
+    def _put_in_service(self, members: Sequence[Member], offer: Offer) -> dict[Member, BootId]:
+        """Those of `members` that hold the sent weights and, as far as they are probed, compute with them; as `_end`
+        takes them."""
+        holders = self._finish(members, offer)
         left = self._remaining(members)
         if self._probe is not None:
             probe = self._probe
             probed = [member for member in left if not member.client.dialect.holds_what_it_received]
             answers = self._ask(probed, lambda member: probe.ask(member.client, offer.version))
             self._drop(probe.judge(answers, self._sender.score))
-        return self._remaining(left)
+            # That takes a while, in which they may have been started anew.
+            holders |= dict.fromkeys(probed)
+        return {member: holders[member] for member in self._remaining(left)}
 
-    def _finish(self, members: Sequence[Member], offer: Offer) -> None:
+    def _finish(self, members: Sequence[Member], offer: Offer) -> dict[Member, BootId]:
         timeout_s, wakes, has_adapters = self._config.timeout_s, self._takes_turns, offer.info.adapter is not None
 
-        async def finish(member: Member) -> None:
+        async def finish(member: Member) -> BootId:
             of_offer = (member.client, offer.fingerprint, offer.version)
-            await put_in_service(*of_offer, timeout_s, wakes=wakes, has_adapters=has_adapters)
+            return await put_in_service(*of_offer, timeout_s, wakes=wakes, has_adapters=has_adapters)
 
-        self._ask(members, finish)
+        return self._ask(members, finish)
 
     def _asleep(self, members: Sequence[Member]) -> list[Member]:
         """Those of `members` that have left the devices to the trainer, where they have the same ones."""

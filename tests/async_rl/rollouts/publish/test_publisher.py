@@ -26,6 +26,7 @@ from tests.support.waiting import wait_for
 pytestmark = pytest.mark.distributed
 
 WELL = {"refuse": None, "hang": None, "die": None, "fingerprint": None, "version": "default", "broken_groups": 0}
+WELL |= {"takes_single_calls_only": False}
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +67,31 @@ def test_every_instance_receives_the_weights_and_serves_their_version(well, make
     assert [instance.sums() for instance in well] == [sums(2.0)] * 3
 
 
-def test_weight_group_is_kept_from_publish_to_publish(well, make_publisher) -> None:
+UPDATE = ["/is_sleeping", "/pause", "/start_weight_update", "/update_weights"]
+PROOFS = ["/collective_rpc", "/finish_weight_update", "/collective_rpc", "/resume", "/weight_info"]
+SEQUENCE = "/async_rl/sequence"
+
+
+@pytest.mark.parametrize(
+    ("script", "calls"),
+    [
+        ({}, ["/health", SEQUENCE, *UPDATE, SEQUENCE, *PROOFS]),
+        ({"takes_single_calls_only": True}, ["/health", *UPDATE, *PROOFS]),
+    ],
+    ids=["sequences", "single calls"],
+)
+def test_a_publish_is_a_health_check_and_two_sequences_with_the_group_of_the_one_before(
+    well, make_publisher, script: dict[str, Any], calls: list[str]
+) -> None:
+    well[0].rescript(**script)
     publisher, _ = make_publisher(*well)
-    publish(publisher, "run-0")
-    before = len(well[0].seen()["calls"])
-    for number in range(1, 4):
+    for number in range(2):
         publish(publisher, f"run-{number}")
-    calls = well[0].seen()["calls"][before:]
-    cycle = ["/health", "/is_sleeping", "/pause", "/start_weight_update", "/update_weights", "/collective_rpc"]
-    # What it holds is read by the publish, and once more by the pool that puts it in service.
-    proofs = ["/finish_weight_update", "/collective_rpc", "/resume", "/weight_info", "/weight_info"]
-    assert calls == [*cycle, *proofs] * 3
+    before = len(well[0].seen()["calls"])
+    for number in range(2, 5):
+        publish(publisher, f"run-{number}")
+    seen = well[0].seen()["calls"][before:]
+    assert seen == calls * 3
 
 
 @pytest.mark.parametrize("route", ["init", "pause", "update", "finish"])
@@ -260,8 +275,8 @@ def test_instances_that_take_turns_wake_for_weights_first_and_for_keys_and_value
     assert not pool.late_joiners.is_closed
     calls = sleepers[0].seen()["calls"][before:]
     update = ["/start_weight_update", "/update_weights", "/collective_rpc", "/finish_weight_update", "/collective_rpc"]
-    publishing = ["/health", "/sleep", "/pause", "/wake_up", *update, "/wake_up", "/resume"]
-    assert calls == ["/sleep", *publishing, "/weight_info", "/weight_info"]
+    publishing = ["/health", "/sleep", "/pause", "/wake_up", *update, "/wake_up", "/resume", "/weight_info"]
+    assert [call for call in calls if call != SEQUENCE] == ["/sleep", *publishing]
     assert all(member.serves("run-1") for member in pool.members)
 
 
