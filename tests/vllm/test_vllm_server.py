@@ -3,6 +3,7 @@
 The last but one kills the server that all tests of this folder share, so only the last one, with another, may follow.
 """
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -71,12 +72,24 @@ def test_a_weight_snapshot_is_loaded_without_a_group(vllm: Instance, vllm_model:
     path = writer.commit()
     update = TrainerSide.update_info(stream)
     update["update_info"]["snapshot"] = str(path)
-    vllm.client.post("/pause", params={"mode": "keep"})
-    vllm.post("/start_weight_update")
-    vllm.post("/update_weights", update)
-    vllm.post("/finish_weight_update", {"weight_version": "snap"})
-    vllm.post("/resume")
-    assert worker_answer(vllm, "weight_fingerprint") == [written]
+    proof = {
+        "path": "/collective_rpc",
+        "body": json.dumps({"method": "weight_fingerprint", "args": []}),
+        "expected": {"results": written},
+    }
+    calls = [
+        {"path": "/is_sleeping", "method": "GET", "expected": {"is_sleeping": False}},
+        {"path": "/pause?mode=keep"},
+        {"path": "/start_weight_update", "body": "{}"},
+        {"path": "/update_weights", "body": json.dumps(update)},
+        proof,
+        {"path": "/finish_weight_update", "body": json.dumps({"weight_version": "snap"})},
+        {"path": "/resume"},
+        {**proof, "expected": {"results": "another"}},
+        {"path": "/pause?mode=keep"},
+    ]
+    answers = vllm.post("/async_rl/sequence", {"calls": calls})["answers"]
+    assert [answer["status"] for answer in answers] == [200] * 8, "the last but one is not as expected"
     assert_serves(vllm, model, "snap")
 
 
