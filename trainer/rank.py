@@ -33,9 +33,9 @@ PUBLISHED = "published"
 FAILED = "failed"
 STOPPED = "stopped"
 """Messages of the main rank to the other ranks while it publishes: take part in a stream of the content that follows,
-once per attempt; join the weight groups of the further stages, by the invitations that follow; send by stage; take part
-in scoring the responses that follow; change the weights by the strengths that follow; continue with the publication
-that follows; or end, for the reason that follows: a failure, or because the run was told to."""
+once per attempt; join the weight groups of the further senders, by the invitations that follow; send by stage; take
+part in scoring the responses that follow; change the weights by the strengths that follow; continue with the
+publication that follows; or end, for the reason that follows: a failure, or because the run was told to."""
 
 
 class TrainingRank:
@@ -146,8 +146,9 @@ class TrainingRank:
                         with self._megatron.turns.weights():
                             _export_of(self._megatron, content).serve()
                     case [message, invitations] if message == INVITE:
-                        if self._megatron.export.heads_stage:
-                            self._stage_sender.join(invitations[self._parallel.pp_rank - 1])
+                        export = self._megatron.export
+                        if export.is_sender:
+                            self._stage_sender.join(invitations[export.senders.index(self._parallel.rank) - 1])
                     case [message] if message == BY_STAGE:
                         _send_by_stage(self._megatron, self._parallel, self._stage_sender.send)
                     case [message, prompt, responses] if message == SCORE:
@@ -192,25 +193,24 @@ def _export_of(megatron: MegatronTrainer, content: Content) -> WeightExport | Ad
     return megatron.adapter_export
 
 
-def stage_hosts(parallel: Parallel) -> list[str]:
-    """An address of the host of each further stage's first rank; all ranks call it together."""
+def sender_hosts(export: WeightExport, parallel: Parallel) -> list[str]:
+    """An address of the host of each further sender; all ranks call it together."""
     hosts = parallel.gather_json(address_for_ranks())
-    num_stage_ranks = parallel.num_ranks // parallel.pp_size
-    return [str(host) for host in hosts[num_stage_ranks::num_stage_ranks]]
+    return [str(hosts[rank]) for rank in export.senders[1:]]
 
 
 def _send_by_stage(
     megatron: MegatronTrainer, parallel: Parallel, send: Callable[[Stream], StageSent]
 ) -> list[StageSent]:
-    """One stream of the whole weights, in which all ranks take part; `send` sends a stage's part on its first rank.
+    """One stream of the whole weights, in which all ranks take part; `send` sends a part on the rank whose it is.
 
-    Returns what each stage has sent, on all ranks.
+    Returns what each of them has sent, on all ranks.
     """
     export, sent = megatron.export, None
     with megatron.turns.weights():
-        if export.heads_stage:
+        if export.is_sender:
             own = export.stream(by_stage=True)
-            # Not a generator, which would be closed: the stage's other ranks give all of it in any case.
+            # Not a generator, which would be closed: other ranks give their parts of it in any case.
             stream = chain(megatron.device_watch.making("reading a tensor for a publish", own))
             sent = send(stream)
             for _ in stream:
@@ -230,7 +230,7 @@ def weight_source(
 ) -> WeightSource:
     """The main rank's weights for a publish: announces to the other ranks each operation that they take part in.
 
-    `adapter` is what `adapter_info` returned; `hosts` is what `stage_hosts` did, if each stage sends its own weights.
+    `adapter` is what `adapter_info` returned; `hosts` is what `sender_hosts` did, if stages send their own weights.
     """
 
     def invite(invitations: Sequence[StageInvitation]) -> None:
@@ -270,7 +270,7 @@ def weight_source(
         weights.one_tensor,
         watch,
         adapter=alone,
-        by_stage=None if hosts is None else StageSource(export.stages, hosts, invite, send_by_stage),
+        by_stage=None if hosts is None else StageSource(export.sender_of_each, hosts, invite, send_by_stage),
     )
 
 

@@ -37,7 +37,7 @@ from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.parallel import Parallel, address_for_ranks
 from trainer.process_end import end_now
 from trainer.prompt_data import begin_loading, load_prompts_and_contents
-from trainer.rank import NoRolloutSource, TrainingRank, adapter_info, stage_hosts, weight_source
+from trainer.rank import NoRolloutSource, TrainingRank, adapter_info, sender_hosts, weight_source
 from trainer.recovery import OwnProducer, ProducerHandle, Recovery, Replicas, Restart
 from trainer.saving import Saving
 from trainer.shared_directory import require_shared
@@ -168,7 +168,7 @@ def _backend_of_weights(parallel: Parallel) -> str:
 def _weight_source(config: Config, parallel: Parallel, megatron: MegatronTrainer, shutdown: Shutdown) -> WeightSource:
     """The main rank's; all ranks call it together."""
     of_adapters = adapter_info(megatron, parallel, config.adapter)
-    hosts = stage_hosts(parallel) if config.publish.transport == "stages" else None
+    hosts = sender_hosts(megatron.export, parallel) if config.publish.transport == "stages" else None
     return weight_source(megatron, parallel, shutdown.watch, of_adapters, hosts)
 
 

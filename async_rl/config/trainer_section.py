@@ -52,6 +52,12 @@ class TrainerSection(Section):
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
+    def num_senders(self) -> int:
+        """Of weights with the transport "stages", at most: a stage without experts, or whose experts are one tensor,
+        has one."""
+        return self.pipeline_parallel * (1 + max(0, self.expert_parallel - self.tensor_parallel))
+
+    @property
     def num_local_ranks(self) -> int:
         """Training ranks of `async-rl run`."""
         return self.num_processes or self.ranks_per_replica

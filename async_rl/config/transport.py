@@ -38,10 +38,10 @@ def faults_of_transport(
             f"{found}publish.canary is 'always', which changes all weights before each publish: set publish.canary to "
             "'first', or publish.transport to 'broadcast'"
         )
-    if transport == "stages" and trainer.pipeline_parallel == 1:
+    if transport == "stages" and trainer.num_senders == 1:
         yield (
-            f"{found}trainer.pipeline_parallel is 1, and one stage has all weights: set publish.transport to "
-            "'broadcast'"
+            f"{found}trainer.pipeline_parallel is 1, where one rank sends all weights, unless trainer.expert_parallel "
+            "is above trainer.tensor_parallel: set publish.transport to 'broadcast'"
         )
     if transport == "ipc" and cluster.training_nodes > 1:
         yield (

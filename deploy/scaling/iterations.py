@@ -11,6 +11,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from async_rl.config.sections import CheckpointSection
+from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.records.rotation import TIMELINE
 from async_rl.records.run_records import (
@@ -131,7 +132,9 @@ def set_up_of(run_dir: Path) -> tuple[SetUp, int, int]:
         )
     schedule: Schedule = "synchronous" if mode == "synchronous" else "periodic"
     set_up = SetUp(max_running=max_running, window_rows=window_rows, schedule=schedule, has_dock=has_dock)
-    num_chains = sizes[1] if transport == "stages" else int(transport in CHAINED)
+    num_chains = int(transport in CHAINED)
+    if transport == "stages":
+        num_chains = TrainerSection.model_validate(config["trainer"]).num_senders
     return set_up, math.prod(sizes), num_chains
 
 

@@ -7,7 +7,8 @@ expert-parallel ranks; it assembles the whole tensors and sends them to the main
 first ranks that hold all experts, take part. Each rank holds at most one parcel besides its own weights, plus the one
 that the consumer of the stream still holds.
 
-By stage, the first rank of each pipeline stage takes the main rank's place for the stage's own tensors.
+By stage, the first rank of each pipeline stage takes the main rank's place for the stage's own tensors, but for the
+experts of ranks that give it no parts of these: such a rank sends them itself, and waits for nobody.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -28,8 +29,8 @@ PARCEL_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Entries that travel in one message from rank `owner` to the main rank, or the first one of their `stage`, and
-    their tensors, in stream order."""
+    """Entries that travel in one message from rank `owner` to the rank that sends them, and their tensors, in stream
+    order."""
 
     owner: int
     stage: int
@@ -60,18 +61,24 @@ class WeightExport:
         return [spec for parcel in self._parcels for spec in parcel.specs]
 
     @property
-    def stages(self) -> list[int]:
-        """The pipeline stage of each tensor, on every rank."""
-        return [parcel.stage for parcel in self._parcels for _ in parcel.specs]
+    def senders(self) -> list[int]:
+        """The ranks that send their own tensors by stage, the main rank first; the same on every rank."""
+        return sorted({self._target(parcel, by_stage=True) for parcel in self._parcels})
 
     @property
-    def heads_stage(self) -> bool:
-        """Whether this is the first rank of its stage."""
-        return self._parallel.rank % self._num_stage_ranks == 0
+    def sender_of_each(self) -> list[int]:
+        """The number among `senders` of the one that sends each tensor, on every rank."""
+        number_of = {rank: number for number, rank in enumerate(self.senders)}
+        return [number_of[self._target(parcel, by_stage=True)] for parcel in self._parcels for _ in parcel.specs]
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank is one of `senders`."""
+        return self._parallel.rank in self.senders
 
     def stream(self, *, by_stage: bool = False) -> Generator[tuple[TensorSpec, torch.Tensor], None, None]:
-        """Main rank: yields (spec, tensor) of every tensor, assembled, on the model's device; by stage, the first rank
-        of each: of the stage's tensors.
+        """Main rank: yields (spec, tensor) of every tensor, assembled, on the model's device; by stage, each sender: of
+        those that it sends.
 
         A tensor is a view of the model's own weights where these are not divided. A stream that is closed early still
         receives the remaining parcels: each of the other ranks is in `serve`, and must not be left there.
@@ -92,7 +99,11 @@ class WeightExport:
 
     def _target(self, parcel: Parcel, *, by_stage: bool) -> int:
         """The rank that a parcel is for."""
-        return parcel.stage * self._num_stage_ranks if by_stage else MAIN_RANK
+        if not by_stage:
+            return MAIN_RANK
+        head = parcel.stage * self._num_stage_ranks
+        # The first tensor-parallel ranks give the head their parts while it sends: it would wait for one that sends.
+        return parcel.owner if parcel.owner - head >= self._parallel.tp_size else head
 
     def _give(self, parcel: Parcel, target: int) -> None:
         """Another rank's side of one parcel; its buffers are freed before the next parcel's are allocated."""

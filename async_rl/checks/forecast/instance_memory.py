@@ -152,7 +152,7 @@ def _received(config: Config, model: ModelShape) -> list[MemoryPart]:
 
     The buffers through which `ipc` passes it are the main rank's, wherever they are mapped.
     """
-    num_groups = config.trainer.pipeline_parallel if config.publish.transport == "stages" else 1
+    num_groups = config.trainer.num_senders if config.publish.transport == "stages" else 1
     width, number = WEIGHT_BYTES[config.model.dtype], num_groups * RECEIVED_MESSAGES[config.inference.engine]
     if config.publish.transport == "changes" and config.inference.engine == "transformers":
         return [MemoryPart(PUBLISH, model.num_parameters * width // 2, "changes, at most of half of the weights")]

@@ -2,7 +2,8 @@
 
 The main rank hosts the stores of all these groups, and sends the first stage's weights; the first rank of each further
 stage is rank 0 of its stage's group. So the main rank's link carries a part of the model only, and other stages' parts
-do not pass through its memory. An instance that leaves one group leaves all.
+do not pass through its memory. An instance that leaves one group leaves all. What a rank of experts sends itself is a
+stage of its own here.
 """
 
 import heapq

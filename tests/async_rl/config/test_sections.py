@@ -245,6 +245,10 @@ def test_stages_send_only_where_there_are_several_and_no_rank_writes_all(config_
     ):
         load_config(config_file, [*two, "--publish.snapshot_dir=/dev/shm/w"])
     assert load_config(config_file, two).publish.is_broadcast
+    experts = ["--publish.transport=stages", "--trainer.expert_parallel=2", "--trainer.num_processes=2"]
+    assert load_config(config_file, experts).trainer.num_senders == 2
+    with pytest.raises(ConfigError, match=r"unless trainer\.expert_parallel is above trainer\.tensor_parallel"):
+        load_config(config_file, [*experts, "--trainer.tensor_parallel=2"])
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,13 @@ def check_stream(stream: Stream, original: dict[str, torch.Tensor]) -> list[str]
     return sorted(wrong)
 
 
-def check_by_stage(export: WeightExport, checkpoint: Path, stage: int) -> list[str]:
-    """The same of this rank's stage alone, on its first rank."""
-    if not export.heads_stage:
+def check_by_stage(export: WeightExport, checkpoint: Path, rank: int) -> list[str]:
+    """The same of what this rank sends alone."""
+    if not export.is_sender:
         export.serve(by_stage=True)
         return []
-    own = {spec.name for spec, each in zip(export.specs, export.stages, strict=True) if each == stage}
+    number = export.senders.index(rank)
+    own = {spec.name for spec, each in zip(export.specs, export.sender_of_each, strict=True) if each == number}
     original = load_file(checkpoint / "model.safetensors")
     return check_stream(export.stream(by_stage=True), {name: original[name] for name in own})
 
@@ -94,7 +95,8 @@ def run_case(case: dict[str, Any], out: Path) -> dict[str, Any]:
     else:
         export.serve()
         export.serve()
-    report["wrong by stage"] = check_by_stage(export, checkpoint, parallel.pp_rank)
+    report["wrong by stage"] = check_by_stage(export, checkpoint, parallel.rank)
+    report["senders"] = export.senders
     save_hf_checkpoint(model, checkpoint, out)
     report["num_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
     report["peak_bytes"] = parallel.gather_json(peak_of_a_stream(export, parallel.is_main))

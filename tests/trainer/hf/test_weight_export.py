@@ -52,10 +52,19 @@ def require_original_streams(reports: list[list[dict[str, Any]]], cases: list[di
         assert all(of_rank[number]["names"] == in_order for of_rank in reports), case
         assert reports[0][number]["wrong"] == [], case
         assert [of_rank[number]["wrong by stage"] for of_rank in reports] == [[]] * len(reports), case
+        senders = senders_of(case["layout"], len(reports), read_shape(checkpoint).family)
+        assert [of_rank[number]["senders"] for of_rank in reports] == [senders] * len(reports), case
         original = load_file(checkpoint / "model.safetensors")
         saved = load_file(directory / str(number) / "model.safetensors")
         assert set(saved) == set(original), case
         assert all(torch.equal(saved[name], original[name]) for name in original), case
+
+
+def senders_of(layout: dict[str, int], num_ranks: int, family: str) -> list[int]:
+    """The first rank of each stage, and those with experts of their own that give it no parts of other tensors."""
+    num_stage_ranks = num_ranks // layout.get("pipeline_parallel", 1)
+    others = range(layout.get("tensor_parallel", 1), layout.get("expert_parallel", 1) if family != "gpt_oss" else 0)
+    return [first + number for first in range(0, num_ranks, num_stage_ranks) for number in (0, *others)]
 
 
 def test_no_rank_holds_more_than_a_parcel_at_a_time(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
