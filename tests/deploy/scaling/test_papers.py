@@ -1,4 +1,4 @@
-"""The simulation against the tables of arXiv 2511.18871: computes what `docs/scaling.md` says, under its assumptions."""
+"""The simulation against the tables of arXiv 2511.18871, under the assumptions in `docs/scaling.md`."""
 
 import math
 import random
