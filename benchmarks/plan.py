@@ -8,6 +8,10 @@ with the embedded engine, or vLLM, and a random model, whose responses end at ra
 last line is one JSON object: for each set-up `measured_s`, the median of an iteration, `simulated_s`, from the costs
 and batches of the first run and of one that trains after its rollouts, as `async-rl calibrate` makes them, and `ratio`,
 simulated / measured; `ratio_of_one` is that of the first run's costs alone.
+
+A machine that others use is not always as fast as in the first minutes: before and after each set-up the first run goes
+again, for a few iterations. `drift` is how many times as long these take as the same ones of the first run, the mean of
+both, and `ratio_without_drift` simulated / (measured / drift).
 """
 
 import argparse
@@ -20,7 +24,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -79,6 +83,9 @@ CALIBRATION: dict[str, Mapping[str, object]] = {
     "after": {"train.mode": "synchronous", "prompts.prompts_per_batch": PROMPTS // 2},
 }
 """The runs of `async-rl calibrate`."""
+
+BASE_ITERATIONS = 10
+"""Of the first set-up, each time that it goes again."""
 
 OTHERS: dict[str, Other] = {
     "as it is": Other(),
@@ -142,10 +149,15 @@ def run(directory: Path, name: str, settings: Mapping[str, object], iterations: 
     return run_dir
 
 
-def seconds_of(run_dir: Path) -> float:
-    """Of an iteration; the first two are left out."""
+def seconds_of(run_dir: Path) -> list[float]:
+    """Of each iteration; the first two are left out."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return float(median(record["seconds"] for record in records[2:]))
+    return [float(record["seconds"]) for record in records[2:]]
+
+
+def drift_between(run_dir: Path, again: Path) -> float:
+    """How many times as long iterations take when a run goes again, perhaps with fewer: median of the same ones."""
+    return median(now / then for then, now in zip(seconds_of(run_dir), seconds_of(again), strict=False))
 
 
 def simulated_s(measured: Measured, other: Other) -> float:
@@ -158,17 +170,25 @@ def compare(
     prepare(directory, size)
     runs = [run(directory, name, {**engine, **settings}, iterations) for name, settings in CALIBRATION.items()]
     alone, measured = measure(runs[0]), measure(*runs)
+
+    def drift_before(name: str) -> float:
+        return drift_between(runs[0], run(directory, f"before {name}", engine, min(iterations, BASE_ITERATIONS)))
+
     found = {}
-    for name in names:
-        took_s = seconds_of(run(directory, name, {**engine, **OTHERS[name].settings}, iterations))
-        said_s = simulated_s(measured, OTHERS[name])
+    drifts = [drift_before(names[0])]
+    for name, following in zip(names, [*names[1:], "the end"], strict=True):
+        took_s = median(seconds_of(run(directory, name, {**engine, **OTHERS[name].settings}, iterations)))
+        drifts.append(drift_before(following))
+        said_s, drift = simulated_s(measured, OTHERS[name]), fmean(drifts[-2:])
         found[name] = {
             "measured_s": took_s,
             "simulated_s": said_s,
             "ratio": said_s / took_s,
+            "drift": drift,
+            "ratio_without_drift": said_s / (took_s / drift),
             "ratio_of_one": simulated_s(alone, OTHERS[name]) / took_s,
         }
-        print(f"{name:<24} measured {took_s:6.3f} s  simulated {said_s:6.3f} s  {said_s / took_s:5.2f}", flush=True)
+        print(f"{name:<24}", *(f"{key} {value:.3f}" for key, value in found[name].items()), sep="  ", flush=True)
     return found
 
 
