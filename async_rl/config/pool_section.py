@@ -103,8 +103,9 @@ class PublishSection(Section):
     )
     transport: Literal["broadcast", "stages", "changes", "snapshot", "ipc"] = Field(
         "broadcast",
-        description="a torch.distributed broadcast, one from each pipeline stage and rank of experts, one of what has changed since the "
-        "last publish, a file that the instances read, or memory of a device that both pools share (run.placement)",
+        description="a torch.distributed broadcast, one from each pipeline stage and rank of experts, one of what has "
+        "changed since the last publish, a file that the instances read, or memory of a device that both pools share "
+        "(run.placement)",
     )
     snapshot_dir: Path | None = Field(
         None,
