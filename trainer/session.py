@@ -31,7 +31,7 @@ from async_rl.shared.checkpoint_names import checkpoints_dir, newest_checkpoint
 from async_rl.shared.files import write_file
 from async_rl.shared.locks.lease import TTL_S, Lease, take_lease
 from async_rl.shared.locks.run_lock import lock_run, make_run_dir, may_be_replaced
-from async_rl.shared.weights.collectives import SOCKETS
+from async_rl.shared.weights.collectives import BACKENDS
 from async_rl.shared.weights.sender import WeightSender, WeightSource
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.parallel import Parallel, address_for_ranks
@@ -130,7 +130,7 @@ def open_session(
         publish, recorder, restart = None, Recorder(), None
         source = _weight_source(config, parallel, megatron, shutdown)
         if producer is not None:
-            sender = WeightSender(source, config.publish, run_id, _backend_of_weights(parallel))
+            sender = WeightSender(source, config.publish, run_id, BACKENDS[parallel.device.DEVICE.type])
             closing.callback(sender.close)
             publish = partial(producer.control.publish, serve=partial(serve, sender))
             recorder = RemoteRecorder(producer.control, require_lease)
@@ -159,10 +159,6 @@ def _start_producer(closing: ExitStack, config: Config, start: Callable[[], Prod
         producer.control.call("rest")
     begin_loading(config, producer.control)
     return producer
-
-
-def _backend_of_weights(parallel: Parallel) -> str:
-    return SOCKETS if parallel.device.DEVICE.type == "cpu" else parallel.device.BACKEND
 
 
 def _weight_source(config: Config, parallel: Parallel, megatron: MegatronTrainer, shutdown: Shutdown) -> WeightSource:

@@ -41,6 +41,7 @@ from async_rl.config.trainer_section import TrainerSection
 from async_rl.errors import ConfigError
 from async_rl.method.training_order import TrainingOrder
 from async_rl.method.types import Batch, Group
+from async_rl.shared.weights.collectives import BACKENDS
 from benchmarks.common.random_group import random_group
 from benchmarks.common.unshared import samples_of
 from benchmarks.gpu.model import PASSES, SIZES, device_name, make_checkpoint, model_flops
@@ -266,7 +267,7 @@ def measure(parallel: Parallel, size: str, repeats: int, say: Callable[[str], No
         result["step"] = measure_step(bench, CASES[size][0])
         say(f"step: {result['step']}")
         export = bench.trainer.export
-        result["publish"] = measure_publish(export.specs, export.stream, device.BACKEND, repeats)
+        result["publish"] = measure_publish(export.specs, export.stream, BACKENDS[device.DEVICE.type], repeats)
         say(f"publish: {result['publish']}")
         # Both trainers at once would not fit on every device.
         del bench, export

@@ -34,6 +34,9 @@ ABANDON_POLL_S = 0.05
 NATIVE_TIMEOUTS = 3
 """The timeouts of nccl and hccl, whose watchdogs end the process, are this many times ours."""
 
+BACKENDS = {"cpu": SOCKETS, "cuda": "nccl", "npu": "hccl"}
+"""That weight groups have on each kind of device."""
+
 DEVICES = {SOCKETS: "cpu", "nccl": "cuda", "hccl": "npu", "cpu_ipc": "cpu", "cuda_ipc": "cuda", "npu_ipc": "npu"}
 
 
