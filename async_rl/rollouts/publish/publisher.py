@@ -301,8 +301,9 @@ class Publisher:
             probed = [member for member in left if not member.client.dialect.holds_what_it_received]
             answers = self._ask(probed, lambda member: probe.ask(member.client, offer.version))
             self._drop(probe.judge(answers, self._sender.score))
-            # That takes a while, in which they may have been started anew.
-            holders |= dict.fromkeys(probed)
+            if probed:
+                # That takes a while, in which any may have been started anew.
+                holders |= dict.fromkeys(left)
         return {member: holders[member] for member in self._remaining(left)}
 
     def _finish(self, members: Sequence[Member], offer: Offer) -> dict[Member, BootId]:
