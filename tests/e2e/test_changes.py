@@ -32,6 +32,6 @@ def test_a_run_that_sends_changes_and_loses_both_ends_trains_the_same_bits(
     all_bytes = {record["publish_bytes"] for record in whole.lines("metrics.jsonl")}
     assert len(all_bytes) == 1
     shares = [record["publish_bytes"] / max(all_bytes) for record in run.lines("metrics.jsonl")]
-    # On one machine either way takes milliseconds: how often it is changes is up to chance, but they are tried.
+    # Either way takes milliseconds here, so on a busy machine all may be sent at times.
     print(shares)
-    assert shares[0] == 1 and any(share < 0.3 for share in shares), shares
+    assert shares[0] == 1 and sum(share < 0.3 for share in shares) >= 2, shares

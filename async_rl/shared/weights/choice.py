@@ -19,6 +19,10 @@ WORTH = 0.5
 JUDGED = 1 / 32
 """Of the bytes: after so many the time of all is estimated."""
 
+UNNOTICED_S = 0.02
+"""Changes may take so much longer than all weights: a publish has other calls that take as long, and the link is left
+to others."""
+
 BUDGET = 0.02
 FEWEST = 8
 """Publishes of changes between two of all weights, at least."""
@@ -30,6 +34,7 @@ class Choice:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._takes_changes = False
+        self._said: bool | None = None
         self._all_s: float | None = None
         self._changes_s = math.inf
         self._num_left = 0
@@ -62,7 +67,7 @@ class Choice:
         assert self._all_s is not None, "changes are looked for once it is known what all take"
         took_s = self._clock() - self._began_s
         left_s = (took_s + self._all_s * self._changed_bytes / self._num_bytes) / share - took_s
-        return left_s <= self._all_s
+        return left_s <= self._all_s + UNNOTICED_S
 
     def begin_all(self) -> float:
         """Begins to send all; returns the seconds that were lost on changes until then."""
@@ -81,7 +86,8 @@ class Choice:
         """All weights were sent, after so many seconds were lost on changes."""
         self._all_s = max(self._clock() - self._began_s - self._once_s, 0.0)
         if lost_s:
-            self._settle(False, lost_s / max(self._all_s, lost_s * BUDGET))
+            how = f"changes were given up after {lost_s:.2f} s"
+            self._settle(False, lost_s / max(self._all_s, lost_s * BUDGET), how)
         elif self._takes_changes:
             self._compare(self._all_s)
 
@@ -89,7 +95,7 @@ class Choice:
         assert self._all_s is not None, "changes are sent once it is known what all take"
         seconds = self._clock() - self._began_s
         self._changes_s = (self._changes_s + seconds) / 2 if self._takes_changes else seconds
-        if not self._takes_changes or self._changes_s > self._all_s:
+        if not self._takes_changes or self._changes_s > self._all_s + UNNOTICED_S:
             self._compare(self._all_s)
 
     def _begin(self) -> None:
@@ -97,9 +103,10 @@ class Choice:
 
     def _compare(self, all_s: float) -> None:
         least_s, most_s = sorted((all_s, self._changes_s))
-        self._settle(self._changes_s <= all_s, (most_s - least_s) / least_s if least_s else 0.0)
+        loss = (most_s - least_s) / least_s if least_s else 0.0
+        self._settle(self._changes_s <= all_s + UNNOTICED_S, loss, f"changes {self._changes_s:.2f} s")
 
-    def _settle(self, takes_changes: bool, loss: float) -> None:
+    def _settle(self, takes_changes: bool, loss: float, how: str) -> None:
         """`loss`: what it costs to try the other way, of a publish of this one."""
         self._num_left = math.ceil(loss / BUDGET)
         if takes_changes:
@@ -108,12 +115,7 @@ class Choice:
         else:
             self._num_left = min(self._num_left, 2**self._num_failures)
             self._num_failures += 1
-        if takes_changes != self._takes_changes:
-            log.info(
-                "publishes send %s from now on: all weights took %.2f s, changes %.2f s%s",
-                "what has changed" if takes_changes else "all weights",
-                self._all_s,
-                self._changes_s,
-                "" if takes_changes or self._changes_s > (self._all_s or 0) else ", and would have taken longer now",
-            )
-        self._takes_changes = takes_changes
+        if takes_changes != self._said:
+            what = "what has changed" if takes_changes else "all weights"
+            log.info("publishes send %s from now on: all weights took %.2f s, %s", what, self._all_s, how)
+        self._takes_changes = self._said = takes_changes

@@ -140,3 +140,16 @@ def test_what_is_done_once_does_not_count() -> None:
     publishes.passes(0.5)
     publishes.choice.sent_all(0.0)
     assert publishes.publish()[0] == "given up"
+
+
+def test_the_log_says_what_is_sent_and_why_whenever_that_becomes_another_way(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    publishes = Publishes(Costs(0.2))
+    publishes.publish(holds=False)
+    publishes.many(50)
+    publishes.costs = Costs(4.0)
+    publishes.many(50)
+    assert [record.getMessage() for record in caplog.records] == [
+        "publishes send all weights from now on: all weights took 0.20 s, changes were given up after 0.03 s",
+        "publishes send what has changed from now on: all weights took 4.00 s, changes 1.48 s",
+    ]
