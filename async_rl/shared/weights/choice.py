@@ -48,12 +48,12 @@ class Choice:
         """Begins a publish of so many bytes to receivers that hold the last one: whether changes are looked for."""
         self._begin()
         self._num_bytes, self._compared_bytes, self._changed_bytes = num_bytes, 0, 0
-        if self._all_s is None:
-            return False
-        if self._num_left == 0:
-            return not self._takes_changes
-        self._num_left -= 1
-        return self._takes_changes
+        return self._all_s is not None and self._takes_changes == (self._num_left > 0)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the publish after one of all weights may look for changes, and so needs to know what was sent."""
+        return self._all_s is None or self._takes_changes or self._num_left <= 1
 
     def goes_on(self, compared_bytes: int, changed_bytes: int) -> bool:
         """Whether changes are worth it still, after further bytes were compared and so many of changes found."""
@@ -90,6 +90,8 @@ class Choice:
             self._settle(False, lost_s / max(self._all_s, lost_s * BUDGET), how)
         elif self._takes_changes:
             self._compare(self._all_s)
+        elif self._num_left:
+            self._num_left -= 1
 
     def sent_changes(self) -> None:
         assert self._all_s is not None, "changes are sent once it is known what all take"
@@ -97,6 +99,8 @@ class Choice:
         self._changes_s = (self._changes_s + seconds) / 2 if self._takes_changes else seconds
         if not self._takes_changes or self._changes_s > self._all_s + UNNOTICED_S:
             self._compare(self._all_s)
+        else:
+            self._num_left -= 1
 
     def _begin(self) -> None:
         self._began_s, self._once_s = self._clock(), 0.0

@@ -157,8 +157,9 @@ class WeightGroup:
         completely, since other ranks may take part in it.
 
         Args:
-            last: what was sent last, in whatever group; is this stream afterwards. If all receivers hold it, they are
-                sent what changed where that takes less time (`choice.py`).
+            last: what was sent last, in whatever group; is this stream afterwards, or nothing, if all are sent next
+                time, too. If all receivers hold it, they are sent what changed where that takes less time
+                (`choice.py`).
         """
         self._num_updates += 1
         self._num_words = 0
@@ -168,13 +169,13 @@ class WeightGroup:
                 return self._send_all(stream, bucket_bytes)
             before, last.fingerprint = last.fingerprint, None
             hold = {self._store.get(self._ready(rank)).decode() for rank in range(1, self._world_size)}
-            sent = (
-                self._send_changes(stream, bucket_bytes, last)
-                if before is not None and hold == {before} and self.choice.begin(last.num_bytes)
-                else self._send_all(stream, bucket_bytes, last)
-            )
-            last.fingerprint = sent
-            return sent
+            if before is not None and hold == {before} and self.choice.begin(last.num_bytes):
+                last.fingerprint = self._send_changes(stream, bucket_bytes, last)
+                return last.fingerprint
+            if not self.choice.keeps:
+                return self._send_all(stream, bucket_bytes)
+            last.fingerprint = self._send_all(stream, bucket_bytes, last)
+            return last.fingerprint
         finally:
             if isinstance(stream, Generator):
                 stream.close()
