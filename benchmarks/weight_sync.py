@@ -12,7 +12,9 @@ two instances:
 - `gb_per_s`: bytes of the model / `publish_s`, to each instance;
 - `ratio`: median over repeats of bare / publish; 1 would mean that a publish costs no more than its broadcast;
 - `changes_s`, `changes_ratio`: the same of one instance with the transport "changes", after steps of 1e-6, as AdamW
-  takes them at that rate; `changes_bytes`: the share of the bytes that is sent;
+  takes them at that rate; `changes_bytes`: the share of the bytes that is sent, of all where that takes less time;
+- `finding_s_per_gb`, `writing_s_per_gb`: processor seconds to find what such a step changed, and to write it over what
+  was there, hashes not included, for each GB of all weights; `found_bytes`: its share of them;
 - `broadcast_s_per_gb`, `snapshot_s_per_gb`, `ipc_s_per_gb`: median seconds of a publish / bytes of the model, by
   `publish.transport`, alternately; snapshots are in /dev/shm.
 """
@@ -23,6 +25,7 @@ import logging
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,7 +39,9 @@ from async_rl.config.pool_section import PoolSection, PublishSection
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.rollouts.publish.publisher import Publisher
 from async_rl.shared.event_loop import EventLoopThread
+from async_rl.shared.weights.changes import LastSent, apply, front
 from async_rl.shared.weights.fingerprint import TensorSpec
+from async_rl.shared.weights.in_flight import bytes_of
 from async_rl.shared.weights.messages import BUCKET_BYTES
 from async_rl.shared.weights.sender import WeightSender, WeightSource
 from benchmarks.common.bare_broadcast import TIMEOUT_S, BareBroadcast
@@ -130,6 +135,33 @@ def compare_changes(url: str, stream: Stream, repeats: int, say: Say) -> dict[st
     }
 
 
+def measure_finding(stream: Stream, repeats: int) -> dict[str, float]:
+    """What changes cost both ends beside their bytes, in this process."""
+    num_bytes = sum(spec.num_bytes for spec, _ in stream)
+    masters = [weight.float() for _, weight in stream]
+    held = {spec.name: weight.clone() for spec, weight in stream}
+    last = LastSent()
+    for spec, weight in stream:
+        last.keep(spec, bytes_of(weight, weight.device))
+    finding, writing, shares = [], [], []
+    for _ in range(repeats):
+        step(masters, stream)
+        began_s = time.process_time()
+        found = [last.replace(spec, bytes_of(weight, weight.device)) for spec, weight in stream]
+        numbers, parts = zip(*(each for each in found if each is not None), strict=True)
+        data = torch.cat([front(numbers, torch.device("cpu")), *(part for some in parts for part in some)])
+        finding.append(time.process_time() - began_s)
+        for _ in apply(data, [spec for spec, _ in stream], held):
+            pass
+        writing.append(time.process_time() - began_s - finding[-1])
+        shares.append(len(data) / num_bytes)
+    return {
+        "finding_s_per_gb": statistics.median(finding) / num_bytes * 1e9,
+        "writing_s_per_gb": statistics.median(writing) / num_bytes * 1e9,
+        "found_bytes": statistics.median(shares),
+    }
+
+
 def measure(urls: Sequence[str], stream: Stream, repeats: int, say: Say) -> dict[str, float]:
     """Publishes to the instances at `urls` and broadcasts to as many bare processes, alternately."""
     num_bytes = sum(spec.num_bytes for spec, _ in stream)
@@ -167,7 +199,8 @@ def run(repeats: int, size: str, numbers: Sequence[int], say: Say) -> dict[str, 
             suffix = "" if number == 1 else f"_{number}"
             figures = measure(urls[:number], stream, repeats, say)
             answer |= {f"{key}{suffix}": round(value, 4) for key, value in figures.items()}
-        others = compare_changes(urls[0], stream, repeats, say) | compare_transports(urls[0], stream, repeats, say)
+        others = compare_changes(urls[0], stream, repeats, say) | measure_finding(stream, repeats)
+        others |= compare_transports(urls[0], stream, repeats, say)
         return answer | {key: round(value, 4) for key, value in others.items()}
 
 

@@ -11,11 +11,13 @@ import httpx
 import torch
 
 from async_rl.shared.weights.changes import LastSent
+from async_rl.shared.weights.choice import Choice
 from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.store import StoreServer
 from async_rl.shared.weights.stream import WeightGroup
 from benchmarks.common.running_instance import START_TIMEOUT_S, wait_for_url
 from inference_service.weight_transfer.receiver import parameter_views
+from tests.support.clock import Clock
 
 GROUP_TIMEOUT_S = 60.0
 
@@ -73,7 +75,7 @@ class TrainerSide:
     def __init__(self, instances: Sequence[Instance], timeout_s: float = GROUP_TIMEOUT_S) -> None:
         self.instances = instances
         self.last: LastSent | None = None
-        """Where it is one, what has changed since is sent where that is possible."""
+        """Where it is one, what has changed since is sent where that is possible: for the sender no time passes."""
         self.threads = ThreadPoolExecutor(len(instances))
         world_size = len(instances) + 1
         secret = secrets.token_hex()
@@ -92,6 +94,7 @@ class TrainerSide:
             for rank, i in enumerate(instances, start=1)
         ]
         self.group = WeightGroup(self.server.store(timeout_s), 0, world_size, "sockets", timeout_s)
+        self.group.choice = Choice(Clock())
         for call in calls:
             call.result()
 

@@ -75,6 +75,8 @@ class WeightSender:
         self._snapshots = None if config.snapshot_dir is None else SnapshotStore(config.snapshot_dir, run_id)
         self._rendezvous: Rendezvous | None = None
         self._last = LastSent() if config.transport == "changes" else None
+        self._is_changed = False
+        """All weights are, for the canary: no step changes so many."""
         version = nccl_version() if self._backend == "nccl" else UNKNOWN
         self._facts = SenderFacts(
             names=[spec.name for spec in source.specs],
@@ -138,7 +140,7 @@ class WeightSender:
         of_file = None if group.device.type == "cpu" else Fingerprint()
         try:
             stream = self._written_too(version, content, of_file)
-            last = self._last if content == "whole" else None
+            last = None if content == "adapters" or self._is_changed else self._last
             fingerprint = group.send(stream, bucket_bytes_of(self._backend), last)
         except PublishError as error:
             # As text and number, because its traceback would keep the broken group's connections open.
@@ -160,6 +162,7 @@ class WeightSender:
 
     def change(self, strengths: Mapping[str, int]) -> None:
         self._source.change(strengths)
+        self._is_changed = bool(strengths)
 
     def score(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._source.score(prompt, responses)

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import timedelta
+from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -22,7 +24,8 @@ import torch
 from async_rl.errors import PublishError
 from async_rl.shared.protocol.group_errors import BROKE
 from async_rl.shared.weights.chain import Chain, Passage
-from async_rl.shared.weights.changes import WORTH, LastSent, apply, front
+from async_rl.shared.weights.changes import LastSent, apply, front
+from async_rl.shared.weights.choice import Choice
 from async_rl.shared.weights.collectives import Collectives, current_device, open_collectives
 from async_rl.shared.weights.fingerprint import TensorSpec, fingerprint_on
 from async_rl.shared.weights.in_flight import Message, bytes_of, copy_to_destinations, is_full
@@ -82,6 +85,8 @@ class WeightGroup:
         """Receiver: of the last stream that has been received."""
         self._num_bytes_of_changes: int | None = None
         """Receiver: what the sender has said of the update that it announced last."""
+        self.choice = Choice()
+        """Sender: of the two ways to send to receivers that hold what was sent last."""
         self._pulse = pulse or Pulse(timeout_s)
         try:
             store.enter_as(rank)
@@ -152,8 +157,9 @@ class WeightGroup:
         completely, since other ranks may take part in it.
 
         Args:
-            last: what was sent last, in whatever group; is this stream afterwards. If all receivers hold it, they are
-                sent what changed.
+            last: what was sent last, in whatever group; is this stream afterwards, or nothing, if all are sent next
+                time, too. If all receivers hold it, they are sent what changed where that takes less time
+                (`choice.py`).
         """
         self._num_updates += 1
         self._num_words = 0
@@ -163,13 +169,13 @@ class WeightGroup:
                 return self._send_all(stream, bucket_bytes)
             before, last.fingerprint = last.fingerprint, None
             hold = {self._store.get(self._ready(rank)).decode() for rank in range(1, self._world_size)}
-            sent = (
-                self._send_changes(stream, bucket_bytes, last)
-                if before is not None and hold == {before}
-                else self._send_all(stream, bucket_bytes, last)
-            )
-            last.fingerprint = sent
-            return sent
+            if before is not None and hold == {before} and self.choice.begin(last.num_bytes):
+                last.fingerprint = self._send_changes(stream, bucket_bytes, last)
+                return last.fingerprint
+            if not self.choice.keeps:
+                return self._send_all(stream, bucket_bytes)
+            last.fingerprint = self._send_all(stream, bucket_bytes, last)
+            return last.fingerprint
         finally:
             if isinstance(stream, Generator):
                 stream.close()
@@ -179,13 +185,16 @@ class WeightGroup:
     ) -> str:
         device = self._collectives.device
         fingerprint = fingerprint_on(device)
+        lost_s = self.choice.begin_all()
         self._say(GO)
 
         def take(message: Message) -> None:
             for spec, part in message.tensors():
                 message.add(fingerprint, spec, part)
-                if last is not None:
+                if last is not None and last.has(spec):
                     last.keep(spec, part)
+                elif last is not None:
+                    self.choice.do_once(partial(last.keep, spec, part))
 
         def all_messages() -> Iterator[tuple[torch.Tensor, list[TensorSpec], list[torch.Tensor]]]:
             for items in messages(stream, lambda item: item[0], bucket_bytes, device):
@@ -193,48 +202,50 @@ class WeightGroup:
                 yield parts[0] if len(parts) == 1 else torch.cat(parts), [spec for spec, _ in items], parts
 
         self._broadcast(all_messages(), take)
-        return fingerprint.hexdigest()
+        digest = fingerprint.hexdigest()
+        self.choice.sent_all(lost_s)
+        return digest
 
     def _send_changes(
         self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], bucket_bytes: int, last: LastSent
     ) -> str:
-        """Or all, if these are hardly more bytes."""
+        """Or all, where that is about to take less time."""
         device = self._collectives.device
         fingerprint = fingerprint_on(device)
         specs: list[TensorSpec] = []
         numbers: list[int] = []
         parts: list[torch.Tensor] = []
-        room = last.num_bytes * WORTH
         said_s = time.monotonic()
-        for spec, tensor in stream:
+        rest = iter(stream)
+        for spec, tensor in rest:
             if time.monotonic() - said_s > self._timeout_s / 2:
                 self._say(WAIT)
                 said_s = time.monotonic()
             part = bytes_of(tensor, device)
-            fingerprint.add(spec, part)
-            number, changed = last.replace(spec, part)
-            specs.append(spec)
-            numbers.append(number)
-            room -= sum(map(torch.Tensor.numel, changed))
-            if room >= 0:
-                parts += changed
-            else:
+            changed = last.replace(spec, part, self.choice.goes_on)
+            if changed is None:
                 parts.clear()
-        if room < 0:
-            return self._send_all(last.tensors(specs), bucket_bytes)
+                return self._send_all(chain(last.tensors(specs), [(spec, tensor)], rest), bucket_bytes, last)
+            fingerprint.add(spec, part)
+            specs.append(spec)
+            numbers.append(changed[0])
+            parts += changed[1]
         data = torch.cat([front(numbers, device), *parts])
         parts.clear()
         self._say(f"{CHANGES}{data.numel()}")
-        self._broadcast_one(data, bucket_bytes)
-        return fingerprint.hexdigest()
+        self._broadcast((piece, (), None) for piece in data.split(bucket_bytes))
+        digest = fingerprint.hexdigest()
+        self.choice.sent_changes()
+        return digest
 
     def _broadcast(
         self,
         some: Iterable[tuple[torch.Tensor, Sequence[TensorSpec], Sequence[torch.Tensor] | None]],
         take: Callable[[Message], object] = lambda _: None,
+        ends: bool = True,
     ) -> None:
-        """Sends or receives messages, some at once; `take` is called with each: once it has passed a chain, which has
-        hashed it, elsewhere meanwhile."""
+        """Sends or receives messages, some at once, and the end of the stream; `take` is called with each: once it has
+        passed a chain, which has hashed it, elsewhere meanwhile."""
         in_flight: deque[Message] = deque()
         passes_first = isinstance(self._collectives, Chain)
         self.num_bytes_sent = 0
@@ -252,7 +263,7 @@ class WeightGroup:
                     take(in_flight[-1])
                 while is_full(in_flight):
                     finish(in_flight.popleft())
-            end = self._begin_end()
+            end = self._begin_end() if ends else []
             while in_flight:
                 finish(in_flight.popleft())
             for each in end:
@@ -261,9 +272,6 @@ class WeightGroup:
             if in_flight:
                 # An error has left them running, and until the end they write to their buffers.
                 self.close()
-
-    def _broadcast_one(self, data: torch.Tensor, bucket_bytes: int) -> None:
-        self._broadcast((piece, (), None) for piece in data.split(bucket_bytes))
 
     def receive(
         self, specs: Sequence[TensorSpec], bucket_bytes: int, into: Mapping[str, torch.Tensor] | None = None
@@ -289,10 +297,14 @@ class WeightGroup:
         fingerprint, self.fingerprint = fingerprint_on(self.device), None
         if self._num_bytes_of_changes is not None:
             yield None
-            data = self._receive_changes(self._num_bytes_of_changes, bucket_bytes)
+            data = torch.empty(self._num_bytes_of_changes, dtype=torch.uint8, device=self.device)
+            self._broadcast(((piece, (), None) for piece in data.split(bucket_bytes)), ends=False)
             for spec, tensor in apply(data, specs, destinations):
                 fingerprint.add(spec, bytes_of(tensor, self.device))
                 yield spec, tensor
+            # Only now: the sender compares how long this takes with how long all weights do.
+            for each in self._begin_end():
+                self._wait(each)
             self.fingerprint = fingerprint.hexdigest()
             return
         in_flight: deque[Message] = deque()
@@ -325,11 +337,6 @@ class WeightGroup:
             if in_flight:
                 # An error has left them running, and until the end they write to their buffers.
                 self.close()
-
-    def _receive_changes(self, num_bytes: int, bucket_bytes: int) -> torch.Tensor:
-        data = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        self._broadcast_one(data, bucket_bytes)
-        return data
 
     def _say(self, word: str) -> None:
         self._store.set(self._word(), word)

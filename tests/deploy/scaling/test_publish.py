@@ -9,7 +9,7 @@ from itertools import count
 
 import pytest
 
-from async_rl.shared.weights.changes import WORTH
+from async_rl.shared.weights.choice import WORTH
 from deploy.scaling.publish import (
     DELAY_S,
     ONCE_S,

@@ -70,9 +70,9 @@ def test_a_receiver_has_the_very_bits_afterwards(share: float) -> None:
     ("num_changed", "num_bytes"),
     [
         (0, 0),
-        # A place has 4 bytes, a word 2.
-        (1, 4 + 4),
-        (100, 400 + 200),
+        # Their number in the only block has 4 bytes, a place 2, a word 2.
+        (1, 4 + 4 + 4),
+        (100, 4 + 200 + 200),
         # A bit for each word is less.
         (1000, 10_000 // 8 + 2 + 2000),
         (9000, 10_000 // 8 + 2 + 18_000),
