@@ -4,6 +4,7 @@ It wraps the embedded engine's application, and vLLM's own through its `--middle
 """
 
 import asyncio
+import logging
 from http import HTTPStatus
 from typing import Final
 
@@ -12,9 +13,11 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from async_rl.config.texts import said_of
-from async_rl.shared.net.http_guard import error_response
+from async_rl.shared.net.http_guard import error_body, error_response
 from async_rl.shared.protocol import routes
 from async_rl.shared.protocol.sequence import Answer, Call, SequenceRequest, SequenceResponse, goes_on
+
+logger = logging.getLogger("inference_service")
 
 PATHS: Final = frozenset(
     {
@@ -102,7 +105,15 @@ class Sequence:
             elif message["type"] == "http.response.body":
                 parts.append(message.get("body", b""))
 
-        await self._app({**scope, **of_call, "headers": headers, "state": dict(scope.get("state", {}))}, receive, send)
+        try:
+            state = dict(scope.get("state", {}))
+            await self._app({**scope, **of_call, "headers": headers, "state": state}, receive, send)
+        except Exception as error:
+            # What handles those that no handler of the application's takes, as vLLM's for a fault of a worker, is
+            # around this: it would answer the whole sequence, whose next call may be one for just that case.
+            logger.exception("%s %s failed", call.method, path)
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            parts = [error_body(str(error) or repr(error), status).encode()]
         return Answer(status=status, body=b"".join(parts).decode(errors="replace"))
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from async_rl.shared.protocol.routes import BOOT_ID_HEADER, SEQUENCE, TERM_HEADER
@@ -97,6 +99,29 @@ def test_a_call_in_it_is_refused_what_it_would_be_alone(server: Any) -> None:
     assert (status, body["error"]["param"], rest) == (409, "term", [])
     alone = server.client.post("/start_weight_update", content=b"{").status_code
     assert ask(server, {"path": "/start_weight_update", "body": "{"})[0][0] == alone
+
+
+def test_a_fault_that_no_handler_takes_is_the_answer_of_its_call_alone() -> None:
+    """As vLLM's of a worker: an update that was left open refuses the start, and the next call continues it."""
+    app = FastAPI()
+
+    @app.post("/start_weight_update")
+    async def start() -> None:
+        raise RuntimeError("an update is active")
+
+    @app.post("/update_weights")
+    async def update() -> str:
+        return "received"
+
+    app.add_middleware(Sequence)
+    calls = [{"path": "/start_weight_update", "may_be_refused": True}, {"path": "/update_weights"}]
+    with TestClient(app, raise_server_exceptions=False) as client:
+        first, second = client.post(SEQUENCE, json={"calls": calls}).json()["answers"]
+        assert client.post(SEQUENCE, json={"calls": [{"path": "/start_weight_update"}, calls[1]]}).json() == {
+            "answers": [first]
+        }
+    assert first["status"] == 500 and json.loads(first["body"])["error"]["message"] == "an update is active"
+    assert second == {"status": 200, "body": '"received"'}
 
 
 def test_without_the_token_there_is_none(launch_instance: Callable[..., Any], tiny_model: Callable[..., Path]) -> None:

@@ -38,6 +38,9 @@ MAX_BODY_BYTES = 2**24
 
 UNBOUNDED = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
 
+NO_SEQUENCES = (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
+"""Of a server that does not have the route, or of one between that does not let it pass."""
+
 STARTED = "started-"
 """Begins the boot id of a server that tells only when its process was started."""
 
@@ -118,13 +121,18 @@ class InstanceHttp:
             path = routes.SEQUENCE
             try:
                 answer, headers = await self.exchange("POST", path, SequenceRequest(calls=list(calls)), timeout)
-            except RouteMissing:
+            except InstanceRefused as error:
+                if error.status not in NO_SEQUENCES:
+                    raise
                 self.takes_sequences = False
             else:
                 answers = self.parse(SEQUENCE, answer, path).answers
                 *earlier, last = [goes_on(call, each) for call, each in zip(calls, answers, strict=False)] or [True]
                 if len(answers) > len(calls) or not all(earlier) or (last and len(answers) < len(calls)):
-                    raise InstanceError(f"instance {self._url} answered {len(calls)} calls of {path} by {len(answers)}")
+                    raise InstanceError(
+                        f"instance {self._url} answered {len(calls)} calls of {path} by {len(answers)}: expected one "
+                        "for each, up to the first that ends them"
+                    )
                 return answers, headers
         answers, headers = [], {}
         for call in calls:

@@ -20,6 +20,7 @@ from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable
 from async_rl.method.types import WeightVersion
 from async_rl.rollouts.instance import update_calls as calls
 from async_rl.rollouts.instance.client import InstanceClient
+from async_rl.rollouts.instance.http import MAX_ERROR_CHARS
 from async_rl.rollouts.pool.membership import BootId
 from async_rl.shared.protocol.inference import AdapterInfo, UpdateInfo
 from async_rl.shared.protocol.sender import Content, SenderFacts
@@ -128,7 +129,7 @@ async def put_in_service(
                 if step is not proof:
                     actual = ", ".join(sorted(set(found)))
                     claims = f"reports weight version {actual!r} after publishing {version!r}"
-                raise InstanceError(f"instance {client.url} {claims}")
+                raise InstanceError(f"instance {client.url} {claims[:MAX_ERROR_CHARS]}")
         return boot_id
 
     if has_adapters and not client.dialect.holds_what_it_received:

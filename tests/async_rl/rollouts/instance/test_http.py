@@ -5,6 +5,8 @@ import json
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from pydantic import TypeAdapter
 
 from async_rl.errors import (
@@ -20,6 +22,8 @@ from async_rl.errors import (
 from async_rl.rollouts.instance.connections import Connections
 from async_rl.rollouts.instance.dialect import DEAD_ENGINE
 from async_rl.rollouts.instance.http import CONNECT_TIMEOUT_S, MAX_ERROR_CHARS, InstanceHttp, RouteMissing, within
+from async_rl.shared.protocol.routes import SEQUENCE
+from async_rl.shared.protocol.sequence import Answer, Call
 
 URL = "http://a:1"
 
@@ -113,6 +117,77 @@ def test_nobody_there_is_a_lost_connection() -> None:
 
     with pytest.raises(ConnectionLost, match=r"instance http://127\.0\.0\.1:9 did not answer GET /health"):
         asyncio.run(ask())
+
+
+CALLS = [Call(path="/a", expected={"x": True}), Call(path="/b", may_be_refused=True), Call(path="/c")]
+GOOD, BAD, OTHER = (200, '{"x": true}'), (500, ""), (200, '{"x": false}')
+
+
+def answered_in_order(status: int, answer: bytes) -> tuple[list[tuple[int, str]], list[str]]:
+    """The answers to `CALLS` of a server that answers a sequence so, and every call alone as `GOOD`; what it got."""
+    got: list[str] = []
+
+    async def sequence(request: web.Request) -> web.Response:
+        got.append(request.path)
+        return web.Response(status=status, body=answer)
+
+    async def alone(request: web.Request) -> web.Response:
+        got.append(request.path)
+        return web.Response(text=GOOD[1])
+
+    async def ask() -> list[Answer]:
+        application = web.Application()
+        application.add_routes([web.post(SEQUENCE, sequence), web.post("/{any}", alone)])
+        async with TestServer(application) as server:
+            connections = Connections(None)
+            try:
+                at = InstanceHttp(connections, str(server.make_url("")).rstrip("/"))
+                return (await at.in_order(CALLS, within(5.0)))[0]
+            finally:
+                await connections.close()
+
+    return [(each.status, each.body) for each in asyncio.run(ask())], got
+
+
+def of_answers(*answers: tuple[int, str]) -> bytes:
+    return json.dumps({"answers": [{"status": status, "body": text} for status, text in answers]}).encode()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "answers", [(GOOD, GOOD, GOOD), (GOOD, BAD, BAD), (OTHER,), (BAD,)], ids=["all", "allowed", "other", "refused"]
+)
+def test_a_sequence_has_answers_up_to_the_one_that_ends_it(answers: tuple[tuple[int, str], ...]) -> None:
+    assert answered_in_order(200, of_answers(*answers)) == (list(answers), [SEQUENCE])
+
+
+DEEP = "[" * 10**5
+NOT_OF_A_SEQUENCE = [
+    *(of_answers(*each) for each in ((), (GOOD,), (GOOD, GOOD), (GOOD,) * 4, (BAD, GOOD, GOOD), (OTHER, GOOD))),
+    *(of_answers((200, each), GOOD, GOOD) for each in ("", DEEP, '{"x": NaN}', '{"x": null}', '{"x": [true, 1]}')),
+    *(b"", b"null", b'{"answers": null}', b'{"answers": [{"status": 200, "body": "\\ud800"}]}', DEEP.encode()),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("answer", NOT_OF_A_SEQUENCE, ids=range(len(NOT_OF_A_SEQUENCE)))
+def test_answers_that_are_none_of_the_sequence_are_refused(answer: bytes) -> None:
+    with pytest.raises(InstanceError, match=r"answered (3 calls of )?/async_rl/sequence (by|with a body of another)"):
+        answered_in_order(200, answer)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("status", [403, 404, 405, 501])
+@pytest.mark.parametrize("answer", [b"", body("no such path")], ids=["bare", "with an error body"])
+def test_where_the_route_is_missing_or_kept_back_the_calls_come_alone(status: int, answer: bytes) -> None:
+    assert answered_in_order(status, answer) == ([GOOD] * 3, [SEQUENCE, "/a", "/b", "/c"])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("status", [204, 302, 400, 401, 500, 503])
+def test_where_it_is_refused_they_do_not(status: int) -> None:
+    with pytest.raises(InstanceRefused, match=f"refused POST {SEQUENCE} with {status}"):
+        answered_in_order(status, b"")
 
 
 def test_a_refused_term_is_no_fault_of_the_instance(http: InstanceHttp) -> None:

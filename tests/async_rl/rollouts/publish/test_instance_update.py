@@ -1,12 +1,13 @@
 """The control calls of an update in their order, and what each failure says."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from async_rl.config.pool_section import PublishSection
 from async_rl.errors import InstanceError, InstanceRefused, InstanceUnreachable
+from async_rl.rollouts.instance.http import MAX_ERROR_CHARS
 from async_rl.rollouts.publish.instance_update import announcement, put_in_service, receive
 from async_rl.shared.protocol.inference import UpdateInfo
 from async_rl.shared.weights.fingerprint import TensorSpec
@@ -92,6 +93,13 @@ def test_any_other_fingerprint_keeps_it_out_before_it_has_the_version(fingerprin
     with pytest.raises(InstanceError, match=r"received weights with fingerprints \[.*\], sent was 'f'"):
         asyncio.run(put_in_service(instance, "f", "v1", 5.0))
     assert instance.calls == ["collective_rpc"]
+
+
+def test_what_it_claims_is_cut() -> None:
+    for instance in (UpdatedInstance(fingerprints=("x" * 10**6,)), UpdatedInstance(version="v" * 10**6)):
+        with pytest.raises(InstanceError, match=r"xxx|vvv") as caught:
+            asyncio.run(put_in_service(cast(Any, instance), "f", "v1", 5.0))
+        assert len(str(caught.value)) < MAX_ERROR_CHARS + 200
 
 
 @pytest.mark.parametrize("version", ["v0", "", "v1, v0"])
