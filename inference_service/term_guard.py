@@ -61,7 +61,11 @@ class TermGuard:
         """The run that has put the instance to sleep, until it wakes it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reported = dict(scope["headers"]).get(_HEADER) if scope["type"] == "http" else None
+        if scope["type"] != "http":
+            # The application's own beginning and end, which have no path.
+            await self._app(scope, receive, send)
+            return
+        reported = dict(scope["headers"]).get(_HEADER)
         if reported is not None and (refusal := self._refusal(reported, scope["path"] not in OPEN_PATHS)) is not None:
             message, status = refusal
             await error_response(message, status, SUPERSEDED_TERM)(scope, receive, send)

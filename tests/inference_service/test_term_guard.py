@@ -2,12 +2,17 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 
 import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from async_rl.shared.protocol.routes import COLLECTIVE_RPC, OPEN_PATHS, SLEEP, UPDATE_WEIGHTS, WAKE_UP
+from inference_service.identity import BOOT_ID_VARIABLE, IdentityFromEnvironment
+from inference_service.options import TOKEN_VARIABLE
+from inference_service.sequence import Sequence
 from inference_service.term_guard import MAX_RUNS, OF_ONE_RUN, TermGuard
+from inference_service.vllm.guard import TokenGuard
 
 
 async def accepts(scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,6 +37,25 @@ async def answer(guard: TermGuard, term: str | None, path: str, kind: str = "htt
     headers = [] if term is None else [(b"x-async-rl-term", term.encode())]
     await guard({"type": kind, "path": path, "headers": headers}, receive, send)
     return messages[0]["status"], json.loads(messages[1]["body"])
+
+
+@pytest.mark.parametrize("wrapper", [TermGuard, Sequence, TokenGuard, IdentityFromEnvironment])
+def test_what_wraps_an_application_lets_it_begin_and_end(
+    wrapper: Callable[[ASGIApp], ASGIApp], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's has something to do at both."""
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    monkeypatch.setenv(BOOT_ID_VARIABLE, "boot")
+    seen: list[str] = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["type"])
+
+    async def unused(*messages: Message) -> Message:
+        raise AssertionError("nothing is read or sent")
+
+    asyncio.run(wrapper(application)({"type": "lifespan", "state": {}}, unused, unused))
+    assert seen == ["lifespan"]
 
 
 def test_a_lower_term_of_the_same_run_is_refused_with_the_protocols_error_body() -> None:

@@ -81,6 +81,7 @@ def test_a_weight_snapshot_is_loaded_without_a_group(vllm: Instance, vllm_model:
         {"path": "/is_sleeping", "method": "GET", "expected": {"is_sleeping": False}},
         {"path": "/pause?mode=keep"},
         {"path": "/start_weight_update", "body": "{}"},
+        {"path": "/start_weight_update", "body": "{}", "may_be_refused": True},
         {"path": "/update_weights", "body": json.dumps(update)},
         proof,
         {"path": "/finish_weight_update", "body": json.dumps({"weight_version": "snap"})},
@@ -89,7 +90,9 @@ def test_a_weight_snapshot_is_loaded_without_a_group(vllm: Instance, vllm_model:
         {"path": "/pause?mode=keep"},
     ]
     answers = vllm.post("/async_rl/sequence", {"calls": calls})["answers"]
-    assert [answer["status"] for answer in answers] == [200] * 8, "the last but one is not as expected"
+    # The second start is refused, as where an update was left open; the last call but one is not as expected.
+    assert [answer["status"] for answer in answers] == [200, 200, 200, 500, *[200] * 5]
+    assert "already active" in answers[3]["body"]
     assert_serves(vllm, model, "snap")
 
 
