@@ -14,11 +14,12 @@ from async_rl.rollouts.pool.member import Member
 from async_rl.rollouts.pool.membership import InstanceEntry, Membership
 from async_rl.shared.protocol import routes
 from async_rl.shared.protocol.inference import InitInfo, UpdateInfo, UpdateRequest
-from async_rl.shared.protocol.sequence import Answer, Call, goes_on
+from async_rl.shared.protocol.sequence import Answer, Call
 from async_rl.shared.weights.fingerprint import TensorSpec
 from async_rl.shared.weights.store import join_rendezvous
 from async_rl.shared.weights.stream import WeightGroup
 from tests.support.lost_store import lose, slow, unreachable
+from tests.support.updated_instance import carried_out
 
 
 class ReceivingClient:
@@ -50,12 +51,7 @@ class ReceivingClient:
         await self._answered(asyncio.to_thread(self._join, info))
 
     async def in_order(self, calls: Sequence[Call], timeout_s: float | None) -> tuple[list[Answer], None]:
-        answers: list[Answer] = []
-        for call in calls:
-            answers.append(await self._answer(call))
-            if not goes_on(call, answers[-1]):
-                break
-        return answers, None
+        return await carried_out(calls, self._answer), None
 
     def require(self, call: Call, answer: Answer) -> None:
         InstanceHttp(cast(Any, None), self.url).require(call, answer)

@@ -2,12 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 from async_rl.rollouts.instance.dialect import EMBEDDED, Dialect
 from async_rl.rollouts.instance.http import InstanceHttp
 from async_rl.shared.protocol.sequence import Answer, Call, goes_on
+
+
+async def carried_out(calls: Sequence[Call], answer: Callable[[Call], Awaitable[Answer]]) -> list[Answer]:
+    """The answers of a sequence of calls, up to the one that ends it."""
+    answers: list[Answer] = []
+    for call in calls:
+        answers.append(await answer(call))
+        if not goes_on(call, answers[-1]):
+            break
+    return answers
 
 
 class UpdatedInstance:
@@ -38,12 +48,7 @@ class UpdatedInstance:
         self._base = base
 
     async def in_order(self, calls: Sequence[Call], timeout_s: float | None) -> tuple[list[Answer], str]:
-        answers: list[Answer] = []
-        for call in calls:
-            answers.append(await self._answer(call))
-            if not goes_on(call, answers[-1]):
-                break
-        return answers, "boot"
+        return await carried_out(calls, self._answer), "boot"
 
     def require(self, call: Call, answer: Answer) -> None:
         InstanceHttp(cast(Any, None), self.url).require(call, answer)
