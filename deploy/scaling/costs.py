@@ -2,8 +2,9 @@
 
 A window's time is a line in its rows (least squares). Steps of an engine are not in the records: their costs are those
 with which simulated groups finish nearest to when the real ones did (Gauss-Newton: least squares of times that are
-linear in the costs while these change no group's place). How much the pools slow each other down is tried: training,
-where a run has windows with and without rollouts beside them; decoding, with runs that train beside it and after it.
+linear in the costs while these change no group's place; from several beginnings, as it may end at costs that are only
+nearer than their neighbours). How much the pools slow each other down is tried: training, where a run has windows with
+and without rollouts beside them; decoding, with runs that train beside it and after it.
 """
 
 import math
@@ -20,6 +21,9 @@ from deploy.scaling.publish import passing_s
 from deploy.scaling.simulation import Costs, SetUp, finish_times, simulate
 
 NUM_ROUNDS = 8
+
+STARTS = ((1.0, 1.0, 1.0, 1.0), (2.5, 0.2, 0.2, 1.0), (0.2, 2.5, 0.2, 1.0))
+"""Where the search for the instances' costs begins, in multiples of `_thirds`."""
 
 HARDLY_WORSE = 1.1
 """Of a squared error, as a multiple of the least."""
@@ -178,39 +182,48 @@ def _fit_instances(iterations: Sequence[Iteration], costs: Costs) -> tuple[float
     def error(values: Sequence[float]) -> float:
         return sum((found - at_s) ** 2 for found, at_s in zip(times(values), measured, strict=True))
 
-    # To begin with, steps, tokens and prompts take a third of the rollouts' time each.
+    thirds = _thirds(iterations)
+
+    def nearest_to(at: Sequence[float]) -> list[list[float]]:
+        now, slopes = times(at), []
+        for place, value in enumerate(at):
+            change = 1e-6 * (value or thirds[place])
+            moved = times([*at[:place], value + change, *at[place + 1 :]])
+            slopes.append([(there - here) / change for there, here in zip(moved, now, strict=True)])
+        return least_squares(slopes, measured)
+
+    def nearest_from(at: Sequence[float]) -> tuple[float, Sequence[float]]:
+        least, best = error(at), at
+        for _ in range(NUM_ROUNDS):
+            at = nearest_to(at)[0]
+            if (found := error(at)) < least:
+                best, least = at, found
+            else:
+                # It is the nearest only while groups keep their places: half of the way.
+                at = [(one + other) / 2 for one, other in zip(at, best, strict=True)]
+        return least, best
+
+    starts = [[third * number for third, number in zip(thirds, start, strict=True)] for start in STARTS]
+    least, best = min(map(nearest_from, starts))
+    others = [other for other in nearest_to(best) if error(other) <= HARDLY_WORSE * least and other != best]
+    return least, [replace(costs, **dict(zip(names, each, strict=True))) for each in (best, *others)]
+
+
+def _thirds(iterations: Sequence[Iteration]) -> list[float]:
+    """The costs with which steps, tokens and prompts take a third of the rollouts' time each, and scoring hardly any."""
     third_s = max(1e-9, fmean(max(group.finished_s or 0.0 for group in each.groups) for each in iterations) / 3)
-    num_tokens, num_prompt, num_steps = (
+    num_steps, num_tokens, num_prompt = (
         max(1.0, fmean(count))
         for count in (
+            [max(max(shape.response_tokens) for shape in each.shapes) for each in iterations],
             [
                 sum(sum(shape.response_tokens) for shape in each.shapes) / each.set_up.num_instances
                 for each in iterations
             ],
             [sum(shape.prompt_tokens for shape in each.shapes) / each.set_up.num_instances for each in iterations],
-            [max(max(shape.response_tokens) for shape in each.shapes) for each in iterations],
         )
     )
-    at = [third_s / num_steps, third_s / num_tokens, third_s / num_prompt, third_s / 100]
-    best, least = at, error(at)
-
-    def nearest_to(at: Sequence[float]) -> list[list[float]]:
-        now, slopes = times(at), []
-        for place, value in enumerate(at):
-            change = 1e-6 * value or 1e-9 * third_s
-            moved = times([*at[:place], value + change, *at[place + 1 :]])
-            slopes.append([(there - here) / change for there, here in zip(moved, now, strict=True)])
-        return least_squares(slopes, measured)
-
-    for _ in range(NUM_ROUNDS):
-        at = nearest_to(at)[0]
-        if (found := error(at)) < least:
-            best, least = at, found
-        else:
-            # It is the nearest only while groups keep their places: half of the way.
-            at = [(one + other) / 2 for one, other in zip(at, best, strict=True)]
-    others = [other for other in nearest_to(best) if error(other) <= HARDLY_WORSE * least and other != best]
-    return least, [replace(costs, **dict(zip(names, each, strict=True))) for each in (best, *others)]
+    return [third_s / num_steps, third_s / num_tokens, third_s / num_prompt, third_s / 100]
 
 
 def least_squares(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[list[float]]:

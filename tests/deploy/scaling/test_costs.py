@@ -122,6 +122,16 @@ def test_other_set_ups_take_what_they_would_have_taken(measured: Measured, other
         assert found == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize("seed", [17, 63])
+def test_the_nearest_costs_of_all_are_found_and_not_those_that_are_nearer_than_their_neighbours(
+    seed: int, tmp_path: Path
+) -> None:
+    """From a single beginning, the search ends at steps that cost nothing for one run in sixty: for these two."""
+    write_run(tmp_path / "run", random.Random(seed))
+    found = measure(tmp_path / "run").costs
+    assert (found.step_s, found.token_s) == pytest.approx((COSTS.step_s, COSTS.token_s), rel=0.25)
+
+
 def test_runs_of_different_models_have_no_plan_in_common(tmp_path: Path) -> None:
     paths = [tmp_path / "one", tmp_path / "other"]
     for path in paths:
