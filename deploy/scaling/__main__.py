@@ -26,7 +26,7 @@ from deploy.scaling.failures import Failures, Kind, failures_of
 from deploy.scaling.iterations import LARGEST, checkpoint_every
 from deploy.scaling.memory import DeviceMemory
 from deploy.scaling.simulation import ASSUMED, SCHEDULES, Outcome, SetUp
-from deploy.scaling.what_if import LEAST, MOST_CHANGES, SWITCHES, ways_of, with_changes, with_costs, without
+from deploy.scaling.what_if import LEAST, MOST_CHANGES, SWITCHES, Changes, ways_of, with_changes, with_costs, without
 
 Schedules = dict[str, float]
 """Seconds of an iteration with each schedule, and with pools that take turns."""
@@ -135,6 +135,7 @@ def json_of(
     failures: Failures | None = None,
     memory: DeviceMemory | None = None,
     as_run: Schedules | None = None,
+    changes: Changes | None = None,
 ) -> dict[str, Any]:
     """Everything that the text has, by the names of `Costs`, `SetUp` and `Outcome`; the first set-up is the run's."""
     turns = batches.turns(devices_of(run, _best(set_ups)))
@@ -155,6 +156,7 @@ def json_of(
         "schedules": schedules_of(run, batches, _best(set_ups)),
         "as_the_run": as_run,
         "publish": ways_of(run, _best(set_ups).num_instances) if run.chained_bytes else None,
+        "changes": None if changes is None else changes._asdict(),
         "failures": None if failures is None else asdict(failures),
         "memory": None if memory is None else memory.figures(_best(set_ups).num_replicas),
         "assumed": list(ASSUMED),
@@ -221,7 +223,9 @@ def make_parser() -> Parser:
         choices=SWITCHES,
         help="simulate replicas that get the groups at their indices (dock), or instances that do (tail)",
     )
-    parser.add_argument("--changes", type=float, metavar="SHARE", help="publish only changes, this part of all bytes")
+    parser.add_argument(
+        "--changes", type=float, metavar="SHARE", help="publish changes, so much of all bytes, where faster"
+    )
     parser.add_argument("--device-gib", type=float, metavar="G", help="leave out what does not fit devices of so much")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
     return parser
@@ -266,7 +270,9 @@ def main(argv: Sequence[str]) -> int:
             show_graph(options.run[0], parser.overrides, options.output)
             return 0
         plain = with_costs(measure(*options.run), options.cost)
-        run = with_changes(without(plain, options.without), options.run[0], options.changes)
+        run, changes = without(plain, options.without), None
+        if options.changes is not None:
+            run, changes = with_changes(run, options.run[0], options.changes)
         memory = DeviceMemory(options.run[0], int(options.device_gib * GIB)) if options.device_gib else None
         batches = Batches(run, options.prompts, options.responses, memory)
         set_ups, as_run = [run.set_up], None
@@ -293,9 +299,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"async-rl plan: {error_text(error)}", file=sys.stderr)
         return USAGE_ERROR
     if options.json:
-        print(json.dumps(json_of(run, batches, set_ups, failures, memory, as_run)))
+        print(json.dumps(json_of(run, batches, set_ups, failures, memory, as_run, changes)))
         return 0
     print(text_of(run, batches, set_ups, as_run))
+    if changes is not None:
+        print(changes.text)
     if failures is not None:
         print(text_of_failures(failures, options.mtbf_hours, every))
     if memory is not None:

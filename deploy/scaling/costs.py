@@ -210,7 +210,7 @@ def _fit_instances(iterations: Sequence[Iteration], costs: Costs) -> tuple[float
 
 
 def _thirds(iterations: Sequence[Iteration]) -> list[float]:
-    """The costs with which steps, tokens and prompts take a third of the rollouts' time each, and scoring hardly any."""
+    """The costs with which steps, tokens and prompts take a third of the rollouts' time each; scoring hardly any."""
     third_s = max(1e-9, fmean(max(group.finished_s or 0.0 for group in each.groups) for each in iterations) / 3)
     num_steps, num_tokens, num_prompt = (
         max(1.0, fmean(count))

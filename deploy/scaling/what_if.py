@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from async_rl.errors import ConfigError
 from async_rl.records.run_records import object_in
@@ -73,14 +74,29 @@ def without(run: Measured, switches: Sequence[str]) -> Measured:
     return replace(run, set_up=replace(set_up, has_tail="tail" not in switches))
 
 
-def with_changes(run: Measured, run_dir: Path, share: float | None) -> Measured:
-    """The run as if it published this part of its bytes, those that have changed, and found them first.
+class Changes(NamedTuple):
+    """Seconds of a publish to the run's own instances, of all weights and of what has changed."""
+
+    all_s: float
+    changes_s: float
+
+    @property
+    def are_sent(self) -> bool:
+        """Whichever takes less time is sent."""
+        return self.changes_s <= self.all_s
+
+    @property
+    def text(self) -> str:
+        what = "changes" if self.are_sent else "all weights"
+        return f"a publish of changes takes {self.changes_s:.3g} s, of all weights {self.all_s:.3g} s: {what} are sent"
+
+
+def with_changes(run: Measured, run_dir: Path, share: float) -> tuple[Measured, Changes]:
+    """The run as if it could publish this part of its bytes, those that have changed, and found them first.
 
     Raises:
         ConfigError: its publishes are not such as could send changes, or their bytes are not known.
     """
-    if share is None:
-        return run
     config = object_in(run_dir / "config.json")
     keys = (("publish", "transport"), ("inference", "engine"))
     transport, engine = (config.get(section, {}).get(key) for section, key in keys)
@@ -100,8 +116,12 @@ def with_changes(run: Measured, run_dir: Path, share: float | None) -> Measured:
             passing_s=min(costs.passing_s, sent_s + PIECE_S + DELAY_S),
         )
 
-    others = tuple(map(changed, run.others))
-    return replace(run, costs=changed(run.costs), others=others, chained_bytes=share * run.chained_bytes)
+    number = run.set_up.num_instances
+    found = Changes(*(costs.publish_to_s(number) for costs in (run.costs, changed(run.costs))))
+    if found.are_sent:
+        others = tuple(map(changed, run.others))
+        run = replace(run, costs=changed(run.costs), others=others, chained_bytes=share * run.chained_bytes)
+    return run, found
 
 
 def ways_of(run: Measured, num_instances: int) -> dict[str, float]:

@@ -123,8 +123,11 @@ def test_changes_are_fewer_bytes_that_are_found_first(run_dir: Path, usual: dict
     for name, seconds in said["schedules"].items():
         assert seconds == pytest.approx(usual["schedules"][name] - less_s)
     assert said["as_the_run"] == usual["schedules"]
-    # Finding them takes longer than to send everything in 0.2 s; where that takes 4 s, changes are faster.
-    assert said_of(run_dir, "--cost=publish_s=0.2", "--changes=0.1")["costs"]["publish_s"] > 0.2
+    further_s = before["passing_s"]
+    assert said["changes"] == pytest.approx(
+        {"all_s": before["publish_s"] + further_s, "changes_s": costs["publish_s"] + further_s}
+    )
+    assert "of all weights 0.4 s: changes are sent" in text_of(run_dir, "--changes=0.1")
     slow = [said_of(run_dir, "--cost=publish_s=4", *more)["publish"]["chain"] for more in ((), ("--changes=0.1",))]
     assert slow[1] < 0.3 * slow[0]
     # A message shorter than a piece is passed on as soon as it is there.
@@ -132,9 +135,17 @@ def test_changes_are_fewer_bytes_that_are_found_first(run_dir: Path, usual: dict
     assert few["passing_s"] == pytest.approx(0.001 * sent_s + PIECE_S + DELAY_S)
 
 
+def test_all_weights_are_sent_where_finding_changes_takes_longer(run_dir: Path) -> None:
+    given = "--cost=publish_s=0.2"
+    said, without = said_of(run_dir, given, "--changes=0.1"), said_of(run_dir, given)
+    assert said["changes"]["changes_s"] > said["changes"]["all_s"] > 0.2
+    assert (said["costs"], said["publish"]) == (without["costs"], without["publish"])
+    assert ": all weights are sent" in text_of(run_dir, given, "--changes=0.1")
+
+
 def test_all_costs_that_the_records_allow_have_changes(run_dir: Path) -> None:
     run = measure(run_dir)
-    changed = with_changes(replace(run, others=(run.costs,)), run_dir, 0.1)
+    changed, _ = with_changes(replace(run, others=(run.costs,)), run_dir, 0.1)
     assert changed.others == (changed.costs,) != (run.costs,)
 
 
