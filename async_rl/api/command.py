@@ -102,11 +102,6 @@ class Command:
         self._guard.stdin.close()
         self.wait()
 
-    @property
-    def was_ended(self) -> bool:
-        """Whether `end` was called while it ran."""
-        return self._was_asked
-
     def failure(self) -> AsyncRLError | None:
         """The named error that it ended with; None if it succeeded, still runs, or was ended here."""
         code = self.exit_code

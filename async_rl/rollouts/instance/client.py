@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from async_rl.errors import InstanceError, InstanceRefused, InstanceStalled, InstanceTooSlow, StaleWeights
 from async_rl.method.types import WeightVersion
+from async_rl.rollouts.instance import update_calls
 from async_rl.rollouts.instance.answer_bytes import event_payloads, frame_payloads, whole_body
 from async_rl.rollouts.instance.connections import Connections
 from async_rl.rollouts.instance.dialect import (
@@ -305,8 +306,8 @@ class InstanceClient:
         return await self._http.is_sleeping(timeout_s)
 
     async def wake_up(self, tag: Literal["weights", "kv_cache"], timeout_s: float) -> None:
-        """Takes memory for weights, which are to be received before it serves, or for keys and values."""
-        await self._http.post(f"{routes.WAKE_UP}?tags={tag}", None, within(timeout_s))
+        """As the call of a weight update."""
+        await self._http.post(update_calls.wake_up(tag).path, None, within(timeout_s))
 
     async def init_weight_transfer(self, info: inference.InitInfo, timeout_s: float) -> None:
         """Returns when every member of the weight group has joined."""
