@@ -50,7 +50,10 @@ class Batches:
         def with_responses(shape: Shape) -> Shape:
             if num_responses is None:
                 return shape
-            return replace(shape, response_tokens=tuple(rng.choices(shape.response_tokens, k=num_responses)))
+            # Each as often as the others, or once more: the longest is known, and others have their mean.
+            times, more = divmod(num_responses, len(shape.response_tokens))
+            drawn = rng.sample(shape.response_tokens, more)
+            return replace(shape, response_tokens=(*(times * shape.response_tokens), *drawn))
 
         self._means: dict[tuple[SetUp, int, Costs], Outcome] = {}
         number = num_prompts or round(fmean(len(iteration.groups) for iteration in run.iterations))

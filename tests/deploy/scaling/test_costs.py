@@ -13,6 +13,7 @@ import pytest
 from async_rl.errors import ConfigError
 from deploy.scaling import costs
 from deploy.scaling.__main__ import main
+from deploy.scaling.batches import Batches
 from deploy.scaling.costs import Measured, least_squares, line, measure
 from deploy.scaling.simulation import Costs, SetUp, Shape, simulate
 from tests.support.fresh_seed import fresh_seed
@@ -130,6 +131,12 @@ def test_the_nearest_costs_of_all_are_found_and_not_those_that_are_nearer_than_t
     write_run(tmp_path / "run", random.Random(seed))
     found = measure(tmp_path / "run").costs
     assert (found.step_s, found.token_s) == pytest.approx((COSTS.step_s, COSTS.token_s), rel=0.25)
+
+
+def test_each_response_of_a_group_is_there_as_often_as_the_others(measured: Measured) -> None:
+    """Its longest one ends the group, and so is neither left out of as many as there are, nor there more often."""
+    own, same, twice = (Batches(measured, 24, number).mean(measured.set_up) for number in (None, 4, 8))
+    assert same == own and twice.num_response_tokens == 2 * own.num_response_tokens
 
 
 def test_runs_of_different_models_have_no_plan_in_common(tmp_path: Path) -> None:
