@@ -25,6 +25,9 @@ NUM_ROUNDS = 8
 STARTS = ((1.0, 1.0, 1.0, 1.0), (2.5, 0.2, 0.2, 1.0), (0.2, 2.5, 0.2, 1.0))
 """Where the search for the instances' costs begins, in multiples of `_thirds`."""
 
+NEAR = 0.999
+"""Of the squared error before: the search ends where a round gains less."""
+
 HARDLY_WORSE = 1.1
 """Of a squared error, as a multiple of the least."""
 
@@ -197,7 +200,10 @@ def _fit_instances(iterations: Sequence[Iteration], costs: Costs) -> tuple[float
         for _ in range(NUM_ROUNDS):
             at = nearest_to(at)[0]
             if (found := error(at)) < least:
+                is_near = found > NEAR * least
                 best, least = at, found
+                if is_near:
+                    break
             else:
                 # It is the nearest only while groups keep their places: half of the way.
                 at = [(one + other) / 2 for one, other in zip(at, best, strict=True)]
