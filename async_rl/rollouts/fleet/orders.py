@@ -73,17 +73,24 @@ class Orders:
         """Whether the instance there was drained or removed."""
         return any(left.url == url for left in self._kept.left.values())
 
-    def forget(self, url: str) -> None:
-        """What is there from now on is another instance."""
-        if self.has_left(url):
-            self._kept.left = {name: left for name, left in self._kept.left.items() if left.url != url}
+    def forget(self, url: str, name: str | None = None) -> None:
+        """What is there, or is called so, from now on is another instance."""
+        left = {n: each for n, each in self._kept.left.items() if n != name and each.url != url}
+        if len(left) < len(self._kept.left):
+            self._kept.left = left
             self._write()
+
+    def register(self, url: str, name: str, boot_id: str) -> Member | None:
+        """As `InferencePool.register`; the process may have taken the place of one that was drained or removed."""
+        member = self._pool.register(url, name, boot_id)
+        if member is not None and member.state != "draining":
+            self.forget(member.url, member.name)
+        return member
 
     def add(self, url: str, name: str | None) -> Member:
         """As `InferencePool.add`."""
         member = self._pool.add(url, name)
-        self._kept.left = {name: left for name, left in self._kept.left.items() if left.url != member.url}
-        self._kept.left.pop(member.name, None)
+        self.forget(member.url, member.name)
         self._kept.added[member.url] = member.name
         self._write()
         return member

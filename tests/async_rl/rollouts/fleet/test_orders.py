@@ -105,6 +105,25 @@ def test_what_was_removed_and_added_again_is_there(ordered: Path, make_pool, loo
     assert set(after(make_pool(*LISTED), ordered, loop)) == {A, B, D}
 
 
+def test_another_process_that_registered_itself_is_there(ordered: Path, make_pool, loop: EventLoopThread) -> None:
+    """In the place of one that had left, as after each SIGTERM; not while that one still drains."""
+
+    async def register(pool: InferencePool, boot_id: str) -> bool:
+        orders = Orders(pool, ordered, RUN, LISTED)
+        orders.repeat()
+        is_there = orders.register(D, "of a name of its own", boot_id) is not None
+        if boot_id == "boot-5":
+            orders.drain(D)
+            assert orders.register(D, "of a name of its own", boot_id) is not None, "it is told to go when it has"
+        return is_there
+
+    assert not loop.run(register(make_pool(*LISTED), "boot-4"))
+    assert loop.run(register(make_pool(*LISTED), "boot-5"))
+    assert set(after(make_pool(*LISTED), ordered, loop)) == {B}
+    assert loop.run(register(make_pool(*LISTED), "boot-6"))
+    assert set(after(make_pool(*LISTED), ordered, loop)) == {B, D}
+
+
 def test_what_left_a_name_service_stays_out_until_its_address_was_gone(
     make_pool, loop: EventLoopThread, tmp_path: Path
 ) -> None:
