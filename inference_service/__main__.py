@@ -16,6 +16,7 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from async_rl.errors import ConfigError, FleetLost, ProcessFailed
+from async_rl.shared.net.listener import bound
 from async_rl.shared.net.local_address import missing_loopback
 from async_rl.shared.programs.error_text import error_text
 from async_rl.shared.programs.extras import SERVES_WITH, require_extras
@@ -92,17 +93,12 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 def _bind(options: Options) -> socket.socket:
     """Binds the port immediately, so that no other instance takes it; listens only when ready."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only if the protocol is given; without it, every response is delayed by 40 ms until its
-    # first part is acknowledged.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((options.host, options.port))
+        return bound(options.host, options.port)
     except OSError as error:
         remedy = missing_loopback(options.host, "--host") or "choose another --port, or 0 for a free one"
-        raise ConfigError(f"cannot bind {options.host}:{options.port}: {error.strerror}; {remedy}") from error
-    return listener
+        at = f"--host {options.host}, --port {options.port}"
+        raise ConfigError(f"cannot bind {at}: {error.strerror}; {remedy}") from error
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from async_rl.config.texts import without_brackets
 from async_rl.errors import ConfigError
 from async_rl.shared.programs.command_line import Parser
 from inference_service.engine_interface import LogprobsMode
@@ -55,7 +56,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
     parser.keep_rest()
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint: a directory or a hub name")
-    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--host", type=without_brackets, default="127.0.0.1")
     parser.add_argument("--port", type=_port, default=8000, help="0 picks a free one (default: %(default)s)")
     parser.add_argument("--device", choices=["cpu", "cuda", "npu"], default="cpu", help="npu needs --engine vllm")
     parser.add_argument(

@@ -31,6 +31,7 @@ class Saving:
         self._megatron = megatron
         self._every = section.every
         self._iterations = train.num_iterations
+        self._model = run.dir / "model"
         self.first_iteration = 0
         newest = newest_checkpoint(checkpoints_dir(run.dir)) if run.resume else None
         trained = (megatron.models.policy, megatron.optimizer, megatron.lagged_old, megatron.critic)
@@ -101,5 +102,7 @@ class Saving:
         # That takes as long as the disk does.
         self._checkpoints.wait()
         with self._megatron.device_watch.during(f"copying the state of iteration {self._sound} for a checkpoint"):
-            self._checkpoints.save(self._sound, self._megatron.optimizer)
+            # With the last checkpoint the run is trained but for its model: one that is there is of fewer iterations.
+            outdated = self._model if self._sound == self._iterations else None
+            self._checkpoints.save(self._sound, self._megatron.optimizer, outdated)
         self._saved = self._sound

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.section import Section
+from async_rl.config.texts import without_brackets
 
 DNS = "dns:"
 """Before a name of `pool.instances` that is looked up, in place of a URL."""
@@ -59,7 +60,7 @@ class PoolSection(Section):
     @property
     def fleet_host(self) -> str:
         """That of `fleet_address`, an IPv6 address without its brackets."""
-        return self.fleet_address.rpartition(":")[0].strip("[]")
+        return without_brackets(self.fleet_address.rpartition(":")[0])
 
     @property
     def fleet_port(self) -> int:
@@ -117,6 +118,11 @@ class PublishSection(Section):
         description="show with changed weights that an engine computes with every class of tensors: before the first "
         "of its kind serves in a run, before every batch, or never, which leaves out vLLM's probe, too (see proof.md)",
     )
+
+    @field_validator("master_address")
+    @classmethod
+    def _is_as_sockets_take_it(cls, address: str | None) -> str | None:
+        return address and without_brackets(address)
 
     @property
     def is_broadcast(self) -> bool:

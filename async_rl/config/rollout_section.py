@@ -2,10 +2,11 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.prompts_section import MAX_STOPS, StopText
 from async_rl.config.section import Section
+from async_rl.config.texts import without_brackets
 
 SINGLE_TURN = "single_turn"
 """The rollout that needs no program."""
@@ -31,6 +32,11 @@ class ProgramOptions(Section):
     )
     num_workers: int = Field(1, ge=1, description="processes that run the program's rollouts")
     gateway_host: str = Field("127.0.0.1", description="where the gateway listens for agents (see gateway.md)")
+
+    @field_validator("gateway_host")
+    @classmethod
+    def _is_as_sockets_take_it(cls, host: str) -> str:
+        return without_brackets(host)
 
 
 class RolloutSection(Section):

@@ -18,6 +18,11 @@ def matching(pattern: str, expected: str) -> AfterValidator:
     return AfterValidator(require)
 
 
+def without_brackets(host: str) -> str:
+    """An IPv6 address as sockets take it, of one that is written as in a URL: ::1 of [::1]."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
 def said_of(error: ErrorDetails) -> str:
     """What one of pydantic's errors says, without its prefix."""
     return error["msg"].removeprefix("Value error, ")

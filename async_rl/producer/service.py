@@ -96,7 +96,6 @@ class ProducerService:
         self._loop = loop
         self._token = token
         self._run = run
-        self._lease_name = lease_name
         self._takes_turns = config.run.placement == "turns"
         self._require_lease = require_lease
         self._pool = pool or InferencePool(config.pool, token, lease_name, takes_turns=self._takes_turns)
@@ -158,12 +157,11 @@ class ProducerService:
         """
         config, pool, loop = self._config, self._pool, self._loop
         self._docking = Docking.of(config, num_replicas, cuts=cuts_groups)
-        orders = Orders(pool, config.run.dir / ORDERS_FILE, self._lease_name or "")
-        if fleet_port is not None:
-            orders.repeat()
+        orders = Orders(pool, config.run.dir / ORDERS_FILE, self._run or "", config.pool.instances)
+        orders.repeat()
         server = self._start_fleet(orders, fleet_port)
         for name in config.pool.dns_names:
-            self._start(DnsMembership(pool, name))
+            self._start(DnsMembership(pool, name, orders=orders))
         loop.run(pool.wait_until_ready())
         pool.min_model_len = require_len(config.rollout, self._prompts.longest, pool.max_model_len)
         self._maker = make_group_maker(config, pool, self._tokenizer, self._reward, config.publish.master_address)

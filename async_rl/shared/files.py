@@ -106,10 +106,19 @@ def replace_directory(partial: Path, final: Path) -> None:
     """
     with named_write_errors(final):
         sync_directory(partial)
-        if final.exists():
-            shutil.rmtree(final)
+        remove_directory(final)
         partial.rename(final)
         sync_directory(final.parent)
+
+
+def remove_directory(path: Path) -> None:
+    """Removes a directory, if there is one; it is renamed first, so that it is never partly deleted under its name."""
+    doomed = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(doomed, ignore_errors=True)
+    if path.exists():
+        path.rename(doomed)
+        sync_directory(path.parent)
+        shutil.rmtree(doomed)
 
 
 def sync_directory(path: Path) -> None:

@@ -5,7 +5,14 @@ import socket
 from collections.abc import Iterator, Sequence
 
 from async_rl.config.sections import Config
-from async_rl.shared.net.local_address import address_for_others, interface_of, is_loopback, missing_loopback
+from async_rl.shared.net.listener import bound
+from async_rl.shared.net.local_address import (
+    address_for_others,
+    addresses_of,
+    interface_of,
+    is_loopback,
+    missing_loopback,
+)
 from deploy.cluster.plan import FLEET_PORT, MASTER_PORT, master_port
 from deploy.doctor.finding import Finding
 
@@ -43,11 +50,7 @@ def port_finding(key: str, host: str, port: int) -> Finding:
     """Whether a server could listen at `host`:`port` now; an empty host means all addresses."""
     where = f"{host or '*'}:{port}"
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family) as probe:
-            # As servers do, so that connections that ended a minute ago do not count.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+        with bound(host or "0.0.0.0", port) as probe:
             probe.listen()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
@@ -61,7 +64,7 @@ def port_finding(key: str, host: str, port: int) -> Finding:
 def _own_name() -> Finding:
     name = socket.gethostname()
     try:
-        address = socket.gethostbyname(name)
+        address = addresses_of(name, None, socket.SOCK_STREAM)[0][4][0]
     except OSError:
         return Finding("host name", "warning", f"{name} does not resolve", f"echo '127.0.1.1 {name}' >> /etc/hosts")
     return Finding("host name", "ok", f"{name} is {address}")

@@ -110,6 +110,28 @@ def test_an_instance_joins_two_leaders_at_once_and_the_first_one_is_drained(flee
 
 
 @pytest.mark.nightly
+def test_what_was_added_and_removed_by_hand_stays_so_when_the_trainer_is_started_again(fleet: Fleet) -> None:
+    run, (port,) = fleet.run, free_ports(1)
+    run.start("--inference.num_instances=2", "--train.iterations=200", "--checkpoint.every=1")
+    run.wait_for_iterations(1)
+    first, second = sorted(fleet.states())
+    fleet.command("remove", first)
+    serve = [sys.executable, "-m", "inference_service", "--model", str(fleet.model), "--port", str(port)]
+    fleet.instances.append(subprocess.Popen(serve, env={**os.environ, "OMP_NUM_THREADS": "1"}))
+    fleet.command("add", f"http://127.0.0.1:{port}", "--name", "mine")
+    expected = {second: "ready", "mine": "ready"}
+    fleet.wait_for(lambda: fleet.states() == expected)
+    url = fleet.url()
+    run.kill_trainer()
+    fleet.wait_for(lambda: fleet.url() != url)
+    fleet.wait_for(lambda: fleet.states() == expected)
+    assert run.restarts()["trainer"] == 1
+    # What is taken back by hand is back for good.
+    fleet.command("add", f"http://{first}")
+    fleet.wait_for(lambda: fleet.states() == {first: "ready", **expected})
+
+
+@pytest.mark.nightly
 def test_a_run_without_a_known_instance_waits_for_one_to_register_and_hands_over_to_another(fleet: Fleet) -> None:
     """With a single leader, and instances that join with the next publish."""
     (port,) = free_ports(1)

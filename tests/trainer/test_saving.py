@@ -176,6 +176,16 @@ def test_the_last_whole_iteration_is_saved_and_the_run_goes_on_bit_for_bit(
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
+def test_the_model_of_fewer_iterations_is_gone_with_the_last_checkpoint(runs: Runs, tmp_path: Path) -> None:
+    """Or a run that goes on, and is killed between this checkpoint and its model, would count as finished with it."""
+    (tmp_path / "model").mkdir()
+    with pytest.raises(RewardError):
+        runs(tmp_path, every=1, fault=reward_fails)
+    assert (tmp_path / "model").exists() and len(names(tmp_path)) == 2
+    runs(tmp_path, every=1, resume=True)
+    assert not (tmp_path / "model").exists()
+
+
 def test_what_is_saved_already_is_not_saved_twice(runs: Runs, tmp_path: Path) -> None:
     manifests: list[tuple[int, int]] = []
 

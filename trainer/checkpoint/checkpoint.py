@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from async_rl.checks.preflight.resume import Contents
 from async_rl.config.sections import Config
 from async_rl.errors import AsyncRLError, ConfigError, LeaderFailed, WriteFailed
-from async_rl.shared.files import named_write_errors, write_failed
+from async_rl.shared.files import named_write_errors, remove_directory, write_failed
 from trainer.checkpoint.compatibility import require_same_run
 from trainer.checkpoint.files import (
     checkpoint_path,
@@ -106,13 +106,14 @@ class Checkpoints:
         if critic is not None:
             self._tensors += optimizer_tensors(critic.value_model, critic.optimizer.parameter_states(), CRITIC)
 
-    def save(self, iteration: int, optimizer: PolicyOptimizer) -> None:
+    def save(self, iteration: int, optimizer: PolicyOptimizer, outdated: Path | None = None) -> None:
         """Copies everything to host memory and starts writing it; returns before it is written.
 
         Waits for the previous save, so that there is never more than one copy. All ranks call it, after `find_tensors`.
 
         Args:
             iteration: the next iteration to train.
+            outdated: a directory that is removed before the checkpoint is there.
 
         Raises:
             Exception: the failure of the previous save.
@@ -130,7 +131,8 @@ class Checkpoints:
         }
         if self._contents is not None:
             content["contents"] = self._contents.as_json()
-        self._writing = self._thread.submit(self._write, iteration, tensors, content, random_state(self._parallel))
+        random = random_state(self._parallel)
+        self._writing = self._thread.submit(self._write, iteration, tensors, content, random, outdated)
 
     def wait(self) -> None:
         """Waits until the last save is complete, on all ranks.
@@ -208,7 +210,12 @@ class Checkpoints:
         fill(path, tensors, self._parallel, self._group)
 
     def _write(
-        self, iteration: int, tensors: Sequence[ShardedTensor], content: dict[str, Any], random: dict[str, str]
+        self,
+        iteration: int,
+        tensors: Sequence[ShardedTensor],
+        content: dict[str, Any],
+        random: dict[str, str],
+        outdated: Path | None,
     ) -> None:
         """Runs in the thread, on all ranks together."""
         partial = partial_path(self._directory, iteration, self._term)
@@ -225,7 +232,7 @@ class Checkpoints:
             first, _ = next(iter(error.failures.values()))
             raise write_failed(partial, first) from error
         self._on_all(partial, lambda: self._note_own_files(partial, random))
-        self._on_all(partial, lambda: self._finish(partial, iteration, content))
+        self._on_all(partial, lambda: self._finish(partial, iteration, content, outdated))
 
     def _begin(self, partial: Path) -> None:
         if self._parallel.is_main:
@@ -238,13 +245,15 @@ class Checkpoints:
         names = [file.name for file in partial.glob(f"__{rank}_*")]
         write_json(partial / _rank_file(rank), {"files": file_sums(partial, names), "random_state": random})
 
-    def _finish(self, partial: Path, iteration: int, content: dict[str, Any]) -> None:
+    def _finish(self, partial: Path, iteration: int, content: dict[str, Any], outdated: Path | None) -> None:
         if self._parallel.is_main:
             ranks = range(self._parallel.num_ranks)
             files = file_sums(partial, [_METADATA, *map(_rank_file, ranks)])
             for rank in ranks:
                 files |= _read_rank_file(partial, rank)["files"]
             self._require_lease()
+            if outdated is not None:
+                remove_directory(outdated)
             seal(partial, checkpoint_path(self._directory, iteration), {**content, "files": files})
             keep_newest(self._directory, self._keep)
 

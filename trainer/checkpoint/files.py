@@ -17,7 +17,7 @@ import xxhash
 
 from async_rl.errors import ConfigError
 from async_rl.shared.checkpoint_names import MANIFEST, number_in, whole_checkpoints
-from async_rl.shared.files import replace_directory, write_file
+from async_rl.shared.files import remove_directory, replace_directory, write_file
 
 FORMAT = 1
 """Format of the manifest and of tensor names; a checkpoint of another format is refused."""
@@ -42,11 +42,9 @@ def remove_partial(directory: Path) -> None:
 
 
 def keep_newest(directory: Path, num_kept: int) -> None:
-    """Removes the older checkpoints; each is renamed first, so that none is partly deleted under its name."""
+    """Removes the older checkpoints."""
     for path in list(whole_checkpoints(directory))[:-num_kept]:
-        doomed = path.with_name(f".{path.name}.removed")
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        remove_directory(path)
 
 
 def file_sums(directory: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:

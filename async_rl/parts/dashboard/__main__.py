@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
+from async_rl.config.texts import without_brackets
 from async_rl.errors import ConfigError
 from async_rl.parts.dashboard.page import EVENTS_PATH, HEADERS, POLL_S, PREFIX, Answer, Dashboard, Events
 from async_rl.parts.dashboard.run_data import open_run
@@ -109,7 +110,9 @@ def _response(answer: Answer) -> web.Response:
 def make_parser() -> Parser:
     parser = Parser("async-rl dashboard", "Shows runs in a browser, live while they go on.", "RUN_DIR... [OPTIONS]")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run.dir of a run; several are compared")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
+    parser.add_argument(
+        "--host", type=without_brackets, default="127.0.0.1", help="address to listen at (default: this machine only)"
+    )
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"0 takes a free one (default {DEFAULT_PORT})")
     return parser
 

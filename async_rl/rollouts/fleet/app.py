@@ -115,7 +115,7 @@ def _add_reading_routes(app: FastAPI, pool: InferencePool, metrics: FleetMetrics
 def _add_membership_routes(app: FastAPI, pool: InferencePool, orders: Orders) -> None:
     @app.post(routes.FLEET_REGISTER)
     async def register(body: RegisterRequest) -> RegisterResponse:
-        member = pool.register(body.url, body.name, body.boot_id)
+        member = orders.register(body.url, body.name, body.boot_id)
         state = None if member is None else member.state
         return RegisterResponse(state=state, leave=member is None, interval_s=HEARTBEAT_S)
 

@@ -45,8 +45,8 @@ def fleet_table(fleet: FleetInfo) -> Table:
     table.add_column("reason", overflow="fold")
     for info in fleet.instances:
         table.add_row(
-            info.name,
-            info.url,
+            Text(one_line(info.name)),
+            Text(info.url),
             Text(info.state, style=STYLES[info.state]),
             Text(info.version or "-"),
             f"{info.outstanding_tokens:,}",

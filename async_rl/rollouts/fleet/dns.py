@@ -6,6 +6,7 @@ import socket
 from collections.abc import Awaitable, Callable, Collection
 
 from async_rl.errors import ConfigError
+from async_rl.rollouts.fleet.orders import Orders
 from async_rl.rollouts.pool.inference_pool import InferencePool
 from async_rl.shared.net.http_client import http_url
 from async_rl.shared.net.local_address import addresses_of
@@ -72,6 +73,7 @@ class DnsMembership:
         name: of `pool.instances`, as HOST:PORT.
         resolve: the lookup function; tests may replace it.
         interval_s: from one lookup to the next.
+        orders: what was removed or drained by hand, by this producer or one before it; by default nothing.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class DnsMembership:
         name: str,
         resolve: Resolve = resolve_addresses,
         interval_s: float = RESOLVE_INTERVAL_S,
+        orders: Orders | None = None,
     ) -> None:
         self._pool = pool
+        self._orders = orders or Orders(pool)
         host, _, port = name.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._resolve = resolve
@@ -116,6 +120,9 @@ class DnsMembership:
             self._join(url)
 
     def _join(self, url: str) -> None:
+        if self._orders.has_left(url):
+            self._listed.add(url)
+            return
         member = next((member for member in self._pool.members if member.url == url), None)
         if member is None:
             try:
@@ -130,6 +137,7 @@ class DnsMembership:
 
     def _leave(self, url: str) -> None:
         self._listed.discard(url)
+        self._orders.forget(url)
         if any(member.url == url for member in self._pool.members):
             logger.info("%s is drained: %s does not have its address any more", url, self._host)
             self._pool.drain(url)

@@ -115,7 +115,11 @@ class Roster:
         ]
         if (num_more := len(self.members) - len(reasons)) > 0:
             reasons.append(f"\n  and {num_more} more")
-        return f"{what}:{''.join(reasons) or ' the pool is empty'}"
+        if not reasons:
+            reasons = [" the pool is empty"]
+            if self._left:
+                reasons.append(f"; async-rl fleet add takes back what was drained or removed: {', '.join(self._left)}")
+        return f"{what}:{''.join(reasons)}"
 
     # Membership
 
@@ -218,10 +222,10 @@ class Roster:
         self._drop(member, "it was removed from the pool")
         return member
 
-    def bar(self, name: str, boot_id: str | None) -> None:
+    def bar(self, name: str, url: str, boot_id: str | None) -> None:
         """An instance had been drained or removed when this pool was made; see `register`."""
         for member in self.members:
-            if member.name == name:
+            if member.url == url:
                 self._drop(member, "it was removed from the pool")
         self._left[name] = boot_id
 

@@ -13,6 +13,25 @@ from async_rl.shared.net.local_address import (
 )
 
 
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that is bound to the first address of `host`; for names, too, that have an IPv6 address only.
+
+    Raises:
+        OSError: the name is unknown, or the address or the port cannot be used.
+    """
+    family, kind, proto, _, address = addresses_of(host, port, socket.SOCK_STREAM)[0]
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it, every response is delayed by 40 ms until its
+    # first part is acknowledged.
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 def listen(name: str, host: str, port: int, setting: str | None) -> socket.socket:
     """A socket that listens at `host` and `port`; 0 takes a free one.
 
@@ -24,11 +43,8 @@ def listen(name: str, host: str, port: int, setting: str | None) -> socket.socke
         ConfigError: the address or the port cannot be used.
     """
     try:
-        family, kind, proto, _, address = addresses_of(host, port, socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, proto)
+        listener = bound(host, port)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
             listener.listen()
         except OSError:
             listener.close()

@@ -62,6 +62,9 @@ class Parser(argparse.ArgumentParser):
         self.rest = tuple(rest) if self._separate_rest else ()
         if not self._separate_rest:
             positional += rest
+        if positional and not self._get_positional_actions():
+            own = ", ".join(option for option in self._option_string_actions if option.startswith("--"))
+            self.error(f"unexpected {positional[0]!r}: there are {own}")
         return super().parse_args([*options, "--", *positional] if positional else options, namespace)
 
     def format_help(self) -> str:

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -112,6 +113,24 @@ def test_a_directory_takes_the_name_of_an_older_one(tmp_path: Path) -> None:
         (tmp_path / name / name).touch()
     replace_directory(tmp_path / "new", tmp_path / "final")
     assert [path.name for path in tmp_path.rglob("*")] == ["final", "new"]
+
+
+def test_what_is_replaced_is_never_there_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed while it removes the old one, which takes its time; the next attempt leaves nothing of that."""
+    for name in ("new", "final"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+
+    def killed(path: Path, **_: object) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", killed)
+        replace_directory(tmp_path / "new", tmp_path / "final")
+    assert not (tmp_path / "final").exists()
+    replace_directory(tmp_path / "new", tmp_path / "final")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["final", "new"]
 
 
 @pytest.mark.parametrize("write", [lambda path: write_file(path, ""), lambda path: append_lines(path, [""])])

@@ -55,6 +55,14 @@ def test_ls_shows_every_instance_and_why_it_is_not_ready(make_pool, serve) -> No
     assert "3 would balance the pools" in lines[-1]
 
 
+def test_ls_shows_names_and_urls_as_they_are(make_pool, serve) -> None:
+    """An IPv6 address in its brackets is what rich takes for markup."""
+    pool = make_pool("http://[fd00::2]:8000")
+    pool.members[0].name = "[red]"
+    code, output, _ = fleet("ls", "--url", serve(pool).url)
+    assert (code, output.splitlines()[1].split()[:2]) == (0, ["[red]", "http://[fd00::2]:8000"])
+
+
 def test_ls_json_is_what_the_endpoint_answers(make_pool, serve) -> None:
     endpoint = serve(make_pool(A))
     code, output, _ = fleet("ls", "--json", "--url", endpoint.url + "/")

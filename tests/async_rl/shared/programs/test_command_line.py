@@ -213,3 +213,13 @@ def test_help_names_the_command_and_every_key_without_loading_anything_heavy(mod
         default = "required" if key.default is None else f"default {key.default}"
         assert f"--{key.name} {key.takes}  ({default})\n      {key.description}\n" in shown
     assert re.findall(r"^\[(\w+)\]$", shown, flags=re.MULTILINE) == list(Config.model_fields)
+
+
+def test_a_word_for_a_command_that_takes_options_only_is_named_as_it_was_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = Parser("async-rl status", "Shows a run.", "[OPTIONS]")
+    parser.add_argument("--run")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["runs/mine"])
+    assert "unexpected 'runs/mine': there are --help, --run" in capsys.readouterr().err
