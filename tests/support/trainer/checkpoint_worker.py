@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ import torch
 from async_rl.config.file import parse_config
 from async_rl.config.sections import Config
 from async_rl.config.trainer_section import TrainerSection
+from async_rl.errors import ConfigError
 from async_rl.method.types import Group
 from async_rl.shared.checkpoint_names import newest_checkpoint
+from async_rl.shared.cpu.reproducible import use_reproducible_products
 from trainer.checkpoint.checkpoint import Checkpoints
 from trainer.devices import choose_device
 from trainer.parallel import Parallel, init_parallel
@@ -130,6 +133,9 @@ def main(file: str) -> None:
 
 def run_all(runs: list[dict[str, Any]], layout: dict[str, Any]) -> None:
     torch.set_num_threads(1)
+    # The kernels of the tests' own process (conftest.py), whose roots are rounded otherwise on processors of Intel.
+    with suppress(ConfigError):
+        use_reproducible_products()
     parallel = init_parallel(choose_device("cpu"), 3, TrainerSection(**layout))
     for run in runs:
         Run(**run)(parallel)
