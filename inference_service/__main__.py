@@ -16,6 +16,7 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from async_rl.errors import ConfigError, FleetLost, ProcessFailed
+from async_rl.shared.net.http_client import http_url
 from async_rl.shared.net.listener import bound
 from async_rl.shared.net.local_address import missing_loopback
 from async_rl.shared.programs.error_text import error_text
@@ -97,8 +98,9 @@ def _bind(options: Options) -> socket.socket:
         return bound(options.host, options.port)
     except OSError as error:
         remedy = missing_loopback(options.host, "--host") or "choose another --port, or 0 for a free one"
-        at = f"--host {options.host}, --port {options.port}"
-        raise ConfigError(f"cannot bind {at}: {error.strerror}; {remedy}") from error
+        raise ConfigError(
+            f"cannot listen at {http_url(options.host, options.port)}: {error.strerror}; {remedy}"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -102,7 +102,8 @@ class Saving:
         # That takes as long as the disk does.
         self._checkpoints.wait()
         with self._megatron.device_watch.during(f"copying the state of iteration {self._sound} for a checkpoint"):
-            # With the last checkpoint the run is trained but for its model: one that is there is of fewer iterations.
+            # With the last checkpoint the run is trained but for its model, which comes while that is written: one that
+            # is there already is of fewer iterations.
             outdated = self._model if self._sound == self._iterations else None
             self._checkpoints.save(self._sound, self._megatron.optimizer, outdated)
         self._saved = self._sound

@@ -113,7 +113,7 @@ class Checkpoints:
 
         Args:
             iteration: the next iteration to train.
-            outdated: a directory that is removed before the checkpoint is there.
+            outdated: a directory that is removed first, if it is there.
 
         Raises:
             Exception: the failure of the previous save.
@@ -131,8 +131,11 @@ class Checkpoints:
         }
         if self._contents is not None:
             content["contents"] = self._contents.as_json()
-        random = random_state(self._parallel)
-        self._writing = self._thread.submit(self._write, iteration, tensors, content, random, outdated)
+        if outdated is not None and self._parallel.is_main:
+            self._require_lease()
+            with named_write_errors(outdated):
+                remove_directory(outdated)
+        self._writing = self._thread.submit(self._write, iteration, tensors, content, random_state(self._parallel))
 
     def wait(self) -> None:
         """Waits until the last save is complete, on all ranks.
@@ -210,12 +213,7 @@ class Checkpoints:
         fill(path, tensors, self._parallel, self._group)
 
     def _write(
-        self,
-        iteration: int,
-        tensors: Sequence[ShardedTensor],
-        content: dict[str, Any],
-        random: dict[str, str],
-        outdated: Path | None,
+        self, iteration: int, tensors: Sequence[ShardedTensor], content: dict[str, Any], random: dict[str, str]
     ) -> None:
         """Runs in the thread, on all ranks together."""
         partial = partial_path(self._directory, iteration, self._term)
@@ -232,7 +230,7 @@ class Checkpoints:
             first, _ = next(iter(error.failures.values()))
             raise write_failed(partial, first) from error
         self._on_all(partial, lambda: self._note_own_files(partial, random))
-        self._on_all(partial, lambda: self._finish(partial, iteration, content, outdated))
+        self._on_all(partial, lambda: self._finish(partial, iteration, content))
 
     def _begin(self, partial: Path) -> None:
         if self._parallel.is_main:
@@ -245,15 +243,13 @@ class Checkpoints:
         names = [file.name for file in partial.glob(f"__{rank}_*")]
         write_json(partial / _rank_file(rank), {"files": file_sums(partial, names), "random_state": random})
 
-    def _finish(self, partial: Path, iteration: int, content: dict[str, Any], outdated: Path | None) -> None:
+    def _finish(self, partial: Path, iteration: int, content: dict[str, Any]) -> None:
         if self._parallel.is_main:
             ranks = range(self._parallel.num_ranks)
             files = file_sums(partial, [_METADATA, *map(_rank_file, ranks)])
             for rank in ranks:
                 files |= _read_rank_file(partial, rank)["files"]
             self._require_lease()
-            if outdated is not None:
-                remove_directory(outdated)
             seal(partial, checkpoint_path(self._directory, iteration), {**content, "files": files})
             keep_newest(self._directory, self._keep)
 
