@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection
 
+from async_rl.config.texts import without_brackets
 from async_rl.errors import ConfigError
 from async_rl.rollouts.fleet.orders import Orders
 from async_rl.rollouts.pool.inference_pool import InferencePool
@@ -87,7 +88,7 @@ class DnsMembership:
         self._pool = pool
         self._orders = orders or Orders(pool)
         host, _, port = name.rpartition(":")
-        self._host, self._port = host.strip("[]"), int(port)
+        self._host, self._port = without_brackets(host), int(port)
         self._resolve = resolve
         self._listed: set[str] = set()
         """URLs present at the last lookup and added then or before."""
